@@ -54,7 +54,7 @@ def run(
         "loss": ", ".join(f"{loss:.3f}" for loss in losses),
     }
     for name, causal in (("causal", True), ("full", False)):
-        frozen = settings.adapter is not None
+        frozen = settings.step_models.adapter is not None
         flops = train_flops_per_token(ready.cfg, settings.length, causal, frozen)
         share = f", {rate * flops / peak:.1%} of {chip.name}'s peak" if peak and chip else ""
         rows[f"FLOP/s, {'4N, ' if frozen else ''}{name} attention"] = f"{rate * flops / 1e12:,.1f} TFLOP/s{share}"

@@ -225,8 +225,13 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
     from dataclasses import replace
 
     from dovetail.plan.rl_plan import plan_rl
+    from dovetail.tune.policy import check_model, with_teacher_cfg
+    from dovetail.tune.rl.settings import check_rl_model
 
     cfg, found, refused = outline_of(settings.model)[0], [], {}
+    settings = with_teacher_cfg(settings)
+    check_model(settings, cfg)
+    check_rl_model(settings, cfg)
     for engine in _ways(settings, accelerator.total_devices):
         keys = (
             f"engine.devices={engine.devices} engine.max_staleness={engine.max_staleness} "
@@ -245,7 +250,7 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
 def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> Any:
     """Return the sampling work per step of a filled RL recipe."""
     from dovetail.plan.rl_plan import RolloutWorkload
-    from dovetail.tune.rl.settings import kv_cache_bytes
+    from dovetail.tune.rl.settings import beside_policy, kv_cache_bytes
 
     engine, hbm = settings.engine, accelerator.chip.device_hbm if accelerator.chip else None
     if answer > settings.max_completion_length:
@@ -258,5 +263,5 @@ def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> An
         float(answer or settings.max_completion_length), settings.max_num_seqs, engine.devices,
         None if engine.has_own_memory else kv_cache_bytes(settings, cfg, hbm),
         settings.scores_old_policy + settings.has_reference + settings.has_teacher, settings.has_critic,
-        settings.updates, bool(engine.max_staleness),
+        settings.updates, bool(engine.max_staleness), settings.spare_devices, beside_policy(settings, cfg, hbm),
     )  # fmt: skip

@@ -339,7 +339,7 @@ def _run(one: Any) -> list[str]:
     from dovetail.plan.flops import train_flops_per_token
 
     settings, chips = one.settings, one.accelerator.total_chips
-    each = train_flops_per_token(one.cfg, settings.length, True, settings.adapter is not None)
+    each = train_flops_per_token(one.cfg, settings.length, True, settings.step_models.adapter is not None)
     low, high = one.mfu
     full = one.mfu_of(causal=False)
     lines = [

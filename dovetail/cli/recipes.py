@@ -109,7 +109,7 @@ def _sizes(name: str, training: str) -> dict[str, Any]:
 
     settings = recipe.load(name, (), settings_class(training))
     cfg = _model_of(settings)
-    planned = settings.filled() if training == "rl" else settings
+    planned = _planned(settings, training)
     return {
         "parameters": num_params(spec(cfg)),
         "active": int(matmul_flops(spec(cfg)) / 2) if num_experts(cfg) > 1 else 0,
@@ -143,9 +143,38 @@ def show(console, name: str, overrides: list[str], chip: str, devices: int, slic
     if overrides:
         console.print("with " + " ".join(overrides), markup=False)
     console.print()
-    cfg, settings = _model_of(settings), settings.filled(devices) if training == "rl" else settings
-    for line in derive(cfg, settings, kind, devices - settings.spare_devices, slices).explain():
+    cfg, settings = _model_of(settings), _planned(settings, training, devices)
+    beside = _checked(cfg, settings, training, kind.device_hbm if kind else None)
+    devices -= settings.spare_devices if training == "rl" else 0
+    for line in derive(cfg, settings, kind, devices, slices, beside=beside).explain():
         console.print(line, markup=False)
+
+
+def _planned(settings, training: str, devices: int = 1):
+    """Return the settings with what the planner needs: the rows of RL, a teacher's config."""
+    if training == "pretrain":
+        return settings
+    from dovetail.tune.policy import with_teacher_cfg
+
+    return with_teacher_cfg(settings.filled(devices) if training == "rl" else settings)
+
+
+def _checked(cfg, settings, training: str, hbm: int | None) -> dict[str, int]:
+    """Refuse a model that the recipe cannot train; return the bytes of other things on the device."""
+    if training == "pretrain":
+        from dovetail.train.settings import check_pretrain
+
+        check_pretrain(settings.loss, cfg)
+        return {}
+    from dovetail.tune.policy import beside_adapters, check_model
+
+    check_model(settings, cfg)
+    if training != "rl":
+        return beside_adapters(settings, cfg)
+    from dovetail.tune.rl.settings import beside_policy, check_rl_model
+
+    check_rl_model(settings, cfg)
+    return beside_policy(settings, cfg, hbm)
 
 
 def _model_of(settings):

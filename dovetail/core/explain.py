@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail.core import yaml_text
 from dovetail.core.option import options_of
-from dovetail.core.recipe import section_of, whole
+from dovetail.core.recipe import key_fields, section_of, whole
 
 REQUIRED, OFF = "(required)", "-"  # in place of a default; in place of the value of a key whose section is not set
 _FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
@@ -48,9 +48,7 @@ def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iter
     `values` and `defaults` are instances of it or None, and `unset` means no values were given.
     """
     hints, texts = typing.get_type_hints(cls), meanings(cls)
-    for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
+    for field in key_fields(cls):
         name, section = path + field.name, section_of(hints[field.name])
         default = getattr(defaults, field.name) if defaults is not None else _default(field)
         value = getattr(values, field.name) if values is not None else default if unset else OFF

@@ -22,6 +22,7 @@ from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.overrides import Typed, flat, kind_of, parsed, place, split
 
 T = TypeVar("T")
+NOT_A_KEY = {"is_key": False}  # metadata of a field that a program fills in and a recipe cannot set
 Count = Annotated[int, "count"]  # an int that may be written as 10B, 300M or 4k
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -184,7 +185,7 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
         mapping = parsed(mapping)
     if not isinstance(mapping, Mapping):
         raise _wrong(path or "the recipe", "a mapping of keys to values", mapping)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
+    fields = {f.name: f for f in key_fields(cls)}
     for key in mapping:
         if key not in fields:
             raise RecipeError(_unknown(cls, path, key, fields), param=_join(path, key), code="unknown_key")
@@ -220,10 +221,15 @@ def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
     return f"{full} is not a key. The keys of {path or 'a recipe'} are {', '.join(fields)}."
 
 
+def key_fields(settings: Any) -> list[dataclasses.Field]:
+    """Return the fields of a settings class, or of an instance, that are keys of a recipe."""
+    return [f for f in dataclasses.fields(settings) if f.init and f.metadata.get("is_key", True)]
+
+
 def has_key(cls: type, dotted: str) -> bool:
     """Return whether settings of this class have the key, such as `lora.r`."""
     name, _, rest = dotted.partition(".")
-    hint = typing.get_type_hints(cls).get(name) if name in {f.name for f in dataclasses.fields(cls) if f.init} else None
+    hint = typing.get_type_hints(cls).get(name) if name in {f.name for f in key_fields(cls)} else None
     section = section_of(hint)
     return hint is not None and (not rest or (section is not None and has_key(section, rest)))
 
@@ -362,7 +368,7 @@ def _name(hint: Any) -> str:
 def differences(before: Any, after: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Return (dotted key, old value, new value) for each difference between two settings of one class."""
     found = []
-    for field in dataclasses.fields(after):
+    for field in key_fields(after):
         old, new, key = getattr(before, field.name), getattr(after, field.name), _join(path, field.name)
         if dataclasses.is_dataclass(new) and type(old) is type(new):
             found += differences(old, new, key)
@@ -379,7 +385,7 @@ def dump(settings: Any) -> dict[str, Any]:
 def whole(settings: Any) -> Any:
     """Return every key with its value, defaults included, as a mapping that `read` turns into the same settings."""
     if dataclasses.is_dataclass(settings):
-        return {f.name: whole(getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init}
+        return {f.name: whole(getattr(settings, f.name)) for f in key_fields(settings)}
     if isinstance(settings, Mapping):
         return {key: whole(value) for key, value in settings.items()}
     return [whole(value) for value in settings] if isinstance(settings, tuple | list) else settings
@@ -392,7 +398,7 @@ def to_yaml(settings: Any) -> str:
 
 def _differing(settings: Any, default: Any) -> dict[str, Any]:
     found = {}
-    for field in dataclasses.fields(settings):
+    for field in key_fields(settings):
         value, usual = getattr(settings, field.name), _default(field, default)
         needed = default is None and _is_required(field)
         if needed or value != usual:

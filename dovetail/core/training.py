@@ -199,6 +199,18 @@ class Mesh:
 DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 
 
+@dataclass(frozen=True)
+class StepModels:
+    """List which weights a training step trains and which it only reads."""
+
+    adapter: Any = None  # the trained adapters (models.lora.Lora); None: the model's weights are trained
+    # models that are read only: (a ModelConfig, or None for the trained model's; its format of models.frozen.HELD)
+    frozen: tuple[tuple[Any, str], ...] = ()
+    # settings of a reference in the training state, a copy of the initial weights that may be synchronised; None: none
+    reference: Any = None
+    mtp: bool = False  # whether layers of multi-token prediction are trained
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Hold the settings that every kind of training has."""
@@ -206,6 +218,7 @@ class Training:
     ALTERNATIVES: ClassVar = (("steps", "tokens"),)  # an override of one removes the other of the recipe
     exports_at_end: ClassVar[bool] = False  # whether a finished run exports its weights even without export_hf
     scores: ClassVar[bool] = False  # whether the model is trained to score texts instead of predicting tokens
+    starts_from_model: ClassVar[bool] = False  # whether training starts from the model's weights if init is empty
 
     model: str  # a folder, a .gguf file, a catalogue name, a hub id, or a shipped architecture
     batch: int  # rows of one step over all devices
@@ -282,7 +295,12 @@ class Training:
         """Return the steps of the run, with `tokens` rounded up; 0 if they depend on the data (epochs)."""
         return self.steps or -(-self.tokens // self.tokens_per_step)
 
-    # --- what the kinds of training override --------------------------------------------------------------------------
+    @property
+    def weights(self) -> str:
+        """Return the folder of the initial weights; empty for random ones."""
+        return self.init or (self.model if self.starts_from_model else "")
+
+    # --- overridden by kinds of training ------------------------------------------------------------------------------
 
     @property
     def effective(self) -> Self:
@@ -290,58 +308,9 @@ class Training:
         return self
 
     @property
-    def weights(self) -> str:
-        """Return the folder of the initial weights; empty for random ones."""
-        return self.init
-
-    @property
-    def adapter(self) -> Any:
-        """Return the settings of trained adapters (models.lora.Lora); None if the weights themselves are trained."""
-        return None
-
-    @property
-    def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """Return the models that a step reads and does not train, each with its storage type (bf16, f32, int8 or nf4).
-
-        None in place of a model means the trained one.
-        """
-        return ()
-
-    @property
-    def kept_reference(self) -> Any:
-        """Return the settings of a reference that is part of the training state; None if there is no such copy.
-
-        The reference is a copy of the initial weights, which may be synchronised with the trained ones.
-        """
-        return None
-
-    def beside(self, cfg: Any, hbm: int | None) -> dict[str, int]:
-        """Return the bytes per device that something else than the training needs, by name (an engine's weights)."""
-        return {}
-
-    @property
-    def spare_devices(self) -> int:
-        """Return how many of the last devices the training leaves to an engine."""
-        return 0
-
-    @property
-    def trains_mtp(self) -> bool:
-        """Return whether layers of multi-token prediction are trained, for the memory plan."""
-        return False
-
-    @property
-    def rows_key(self) -> dict[str, Any]:
-        """Return the keys that determine the rows of a batch: a run resumes only if they are the same."""
-        return {"batch": self.batch, "length": self.length}
-
-    def check_model(self, cfg: Any) -> None:
-        """Refuse what this model (a models.config.ModelConfig) cannot do."""
-        require(
-            self.scores or not cfg.scored,
-            f"model must be a causal language model, got {self.model!r}, a reward model: use another, or train it "
-            "with `dovetail reward`",
-            param="model",
-        )
+    def step_models(self) -> StepModels:
+        """Return which models a step holds besides the trained weights."""
+        return StepModels()
 
 
 def profile_window(profile: str) -> tuple[int, int] | None:

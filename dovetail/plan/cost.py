@@ -152,7 +152,7 @@ def _weights(cfg: ModelConfig, settings: Training) -> int:
 
 
 def _shapes(cfg: ModelConfig, settings: Training) -> dict[Shape, int]:
-    adapter: Lora | None = settings.adapter
+    adapter: Lora | None = settings.step_models.adapter
     return shapes_of(cfg, mtp_layers(cfg, settings), adapter)
 
 

@@ -34,7 +34,7 @@ class Derived:
     limit: int | None  # bytes of a device that the plan may fill; None: not known
     memory: TrainMemory
     why: tuple[tuple[str, str, str], ...]  # (key, its value, the reason)
-    beside: Mapping[str, int] = field(default_factory=dict)  # other bytes on the device: see Training.beside
+    beside: Mapping[str, int] = field(default_factory=dict)  # bytes of something else on each device, by name
 
     @property
     def axes(self) -> dict[str, int]:
@@ -62,6 +62,7 @@ def derive(
     slices: int = 1,
     hbm: int | None = None,
     on_host: bool = False,
+    beside: Mapping[str, int] | None = None,
 ) -> Derived:
     """Return the recipe with every open key decided for this hardware.
 
@@ -75,6 +76,7 @@ def derive(
             (core.chips.usable_bytes); for CPU devices, the device's share of the host's memory. Without `hbm` and
             `chip`, memory is assumed to be sufficient.
         on_host: Whether the devices are CPU devices.
+        beside: Bytes per device that something else than the training needs, by name.
 
     Raises:
         RecipeError: The recipe does not match the model or the devices.
@@ -86,7 +88,7 @@ def derive(
         settings = replace(settings, mesh=replace(mesh, tensor=mesh.tensor or 1, context=mesh.context or 1))
     check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
-    whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, settings.beside(cfg, hbm)
+    whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, dict(beside or {})
     limit = whole and max(1, whole - sum(others.values()))
     on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
     on_tpu = chip is not None and chip.pod is not None

@@ -110,7 +110,8 @@ class _Step:
         span, held = self.over("fsdp", "context"), _held(self.cfg, self.settings, self.plan)
         layers = sum(self.layers.values())
         # the frozen weights under adapters are read forward and backward, those of another model only forward
-        frozen = sum(_frozen(model or self.cfg, self.plan) * (1 if model else 2) for model, _ in self.settings.frozen)
+        models = self.settings.step_models.frozen
+        frozen = sum(_frozen(model or self.cfg, self.plan) * (1 if model else 2) for model, _ in models)
         gathered = (2 * (held.layers + held.experts + held.ends) + frozen) * self.itemsize
         scattered = (held.layers + held.experts) * self.itemsize + held.ends * SUM
         return [
@@ -193,7 +194,7 @@ class _Held:
 
 
 def _held(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> _Held:
-    return _weights(cfg, mtp_layers(cfg, settings), settings.adapter, plan.mesh.expert, plan.mesh.tensor)
+    return _weights(cfg, mtp_layers(cfg, settings), settings.step_models.adapter, plan.mesh.expert, plan.mesh.tensor)
 
 
 def _frozen(cfg: ModelConfig, plan: MeshPlan) -> int:
@@ -204,7 +205,8 @@ def _frozen(cfg: ModelConfig, plan: MeshPlan) -> int:
 def whole_weights(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> int:
     """Return the elements of all weights that a device multiplies by in a microstep."""
     held = _held(cfg, settings, plan)
-    return held.layers + held.experts + held.ends + sum(_frozen(model or cfg, plan) for model, _ in settings.frozen)
+    frozen = sum(_frozen(model or cfg, plan) for model, _ in settings.step_models.frozen)
+    return held.layers + held.experts + held.ends + frozen
 
 
 @functools.lru_cache(maxsize=1024)

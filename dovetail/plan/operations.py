@@ -75,7 +75,8 @@ def training_operations(cfg: ModelConfig, settings: Training, plan: MeshPlan) ->
         seen = most - most**2 / (2 * settings.length)
         sizes = _Attended(plan.rows, settings.length // plan.mesh.context, round(seen), settings.length)
         forward += _attention(attn, axes, sizes, layers, itemsize, absorbed=False)
-    step = [*forward, *_recomputed(forward, plan.remat), *_gradients(forward, trained=settings.adapter is None)]
+    gradients = _gradients(forward, trained=settings.step_models.adapter is None)
+    step = [*forward, *_recomputed(forward, plan.remat), *gradients]
     return tuple(replace(one, times=one.times * plan.microsteps) for one in step)
 
 

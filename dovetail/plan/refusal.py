@@ -59,7 +59,6 @@ def check(cfg: ModelConfig, settings: Training) -> None:
             "otherwise every device would hold every weight whole",
             param="mesh.fsdp",
         )
-    settings.check_model(cfg)
 
 
 def shape_refusal(cfg: ModelConfig, settings: Training, devices: int, split_weights: bool) -> str | None:

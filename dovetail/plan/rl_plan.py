@@ -1,13 +1,12 @@
 """Plan a step of RL: the memory of a device, and the time of sampling, scoring, training and weight sync.
 
-The recipe is given as numbers (`RolloutWorkload`) and as a `Training` (core.training), which knows the bytes beside the
-trainer and the devices that it leaves to others. plan.derive plans the trainer.
+The recipe is given as numbers (`RolloutWorkload`) and as a `Training` (core.training). plan.derive plans the trainer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from dovetail.core.accelerator import Accelerator, of_devices
 from dovetail.core.chips import GIB, Chip
@@ -38,6 +37,8 @@ class RolloutWorkload:
     critic: bool = False  # whether a critic is trained too
     updates: int = 1
     overlaps: bool = False  # whether a step's answers are sampled while the previous step is trained
+    spare_devices: int = 0  # devices of the engine and the reference, which the trainer leaves out
+    beside: Mapping[str, int] = field(default_factory=dict)  # bytes of others on the trainer's devices, by name
 
     @property
     def answers(self) -> int:
@@ -103,14 +104,14 @@ def plan_rl(
     chip = accelerator.chip
     if chip is None:
         raise UserError("there is no prediction for a CPU: use an accelerator in the table of chips", param="--on")
-    devices = accelerator.total_devices - settings.spare_devices
+    devices = accelerator.total_devices - rollout.spare_devices
     if devices < 1:
         raise UserError(
-            f"{accelerator.name} must have more than the {settings.spare_devices} devices of the engine and the "
+            f"{accelerator.name} must have more than the {rollout.spare_devices} devices of the engine and the "
             f"reference, got {accelerator.total_devices}: leave at least one to the trainer",
             param="--on",
         )
-    trainer = _trainer(cfg, settings, chip, devices)
+    trainer = _trainer(cfg, settings, chip, devices, rollout.beside)
     parts = {f.name: getattr(trainer.memory, f.name) for f in fields(trainer.memory)} | dict(trainer.beside)
     tensor = max(1, rollout.devices)
     machine = of_devices(chip, tensor) or Accelerator(chip, (tensor,))
@@ -125,13 +126,12 @@ def plan_rl(
     )  # fmt: skip
 
 
-def _trainer(cfg: ModelConfig, settings: Training, chip: Chip, devices: int) -> Derived:
+def _trainer(cfg: ModelConfig, settings: Training, chip: Chip, devices: int, beside: Mapping[str, int]) -> Derived:
     """Return the trainer's plan. If it does not fit, the error lists what else is on its devices."""
     try:
-        return derive(cfg, settings, chip, devices)
+        return derive(cfg, settings, chip, devices, beside=beside)
     except OutOfMemoryError as error:
-        others = settings.beside(cfg, chip.device_hbm)
-        listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in others.items() if size)
+        listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in beside.items() if size)
         if not listed:
             raise
         raise OutOfMemoryError(f"{error} (beside the trainer on each: {listed})", param=error.param) from error

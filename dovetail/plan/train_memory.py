@@ -101,8 +101,9 @@ def memory(
     mtp, tensor = mtp_layers(cfg, settings), axes.get("tensor", 1)
     itemsize = 4 if on_host else BYTES[settings.precision.compute]
     splits = tuple((name, axes.get(name, 1)) for name in _SPLITS)
-    elements, moments, gathered = _elements(cfg, mtp, settings.optimizer.name, splits, settings.adapter)
-    frozen = sum(_frozen(model or cfg, held, settings.precision.compute, splits) for model, held in settings.frozen)
+    models = settings.step_models
+    elements, moments, gathered = _elements(cfg, mtp, settings.optimizer.name, splits, models.adapter)
+    frozen = sum(_frozen(model or cfg, held, settings.precision.compute, splits) for model, held in models.frozen)
     state = functools.partial(
         TrainMemory, elements * bytes_per_weight(settings, on_host), frozen, 4 * moments, gathered=gathered * itemsize
     )
@@ -165,7 +166,7 @@ def bytes_per_weight(settings: Training, on_host: bool = False) -> int:
     """Return the bytes per trained weight: master, compute copy if its dtype differs, average and reference if kept."""
     master, compute = BYTES[settings.precision.params], BYTES[settings.precision.compute]
     copy = 4 if on_host else compute
-    reference = 4 + (copy if compute != 4 else 0) if settings.kept_reference else 0
+    reference = 4 + (copy if compute != 4 else 0) if settings.step_models.reference else 0
     return master + (copy if compute != master else 0) + (master if settings.ema else 0) + reference
 
 
@@ -223,7 +224,7 @@ def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
 
 def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
     """Return the number of trained multi-token prediction layers."""
-    return mtp_depth(cfg) if settings.trains_mtp else 0
+    return mtp_depth(cfg) if settings.step_models.mtp else 0
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

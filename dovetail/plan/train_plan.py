@@ -55,7 +55,7 @@ class TrainPlan:
 
     def mfu_of(self, causal: bool) -> tuple[float, float]:
         """Return the MFU (at least, at most). `causal`: which convention to count attention by (plan.flops)."""
-        frozen = self.settings.adapter is not None
+        frozen = self.settings.step_models.adapter is not None
         each = train_flops_per_token(self.cfg, self.settings.length, causal, frozen)
         whole = each * self.settings.tokens_per_step / (self.accelerator.total_devices * peak(self.chip, self.settings))
         return whole / self.time.upper, whole / self.time.lower
@@ -115,7 +115,7 @@ def plan_training(
     """
     settings = over_slices(settings, accelerator)
     check(cfg, settings)
-    chip, limit = chip_to_plan(accelerator), limit_of(cfg, settings, accelerator)
+    chip, limit = chip_to_plan(accelerator), limit_of(accelerator)
     kind = dict(on_gpu=bool(accelerator.chip) and not accelerator.is_tpu, on_tpu=accelerator.is_tpu)
     found = list(plans(cfg, settings, accelerator.total_devices, limit, **kind, on_host=accelerator.chip is None))
     if not found:
@@ -156,11 +156,9 @@ def chip_to_plan(accelerator: Accelerator) -> Chip:
     return cpu_chip(cores, host_memory() or 8 << 30)
 
 
-def limit_of(cfg: ModelConfig, settings: Training, accelerator: Accelerator) -> int:
-    """Return the bytes of a device that a plan may fill, beside an engine if there is one."""
-    chip = chip_to_plan(accelerator)
-    whole = int(chip.device_hbm * (PLANNED if accelerator.chip else PLANNED_HOST))
-    return max(1, whole - sum(settings.beside(cfg, chip.device_hbm).values()))
+def limit_of(accelerator: Accelerator) -> int:
+    """Return the bytes of a device that a plan may fill."""
+    return int(chip_to_plan(accelerator).device_hbm * (PLANNED if accelerator.chip else PLANNED_HOST))
 
 
 def rows_of(batch: int, length: int, accelerator: Accelerator) -> int:

@@ -130,7 +130,7 @@ def product_flops(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> float
         passes = 4 if plan.remat == "full" else 3
         attention = passes * (forward_flops(cfg, length // 2) - forward_flops(cfg))
         each += attention * ((2 * mesh.context - 1) / mesh.context - 1)
-    if settings.adapter is not None:  # gradients of the frozen weights are not computed
+    if settings.step_models.adapter is not None:  # gradients of the frozen weights are not computed
         each -= forward_flops(cfg)
     return tokens * each / mesh.tensor
 

@@ -25,7 +25,7 @@ from dovetail.train.objective import (
     loads_of,
     targets,
 )
-from dovetail.train.settings import Pretrain, PretrainLoss
+from dovetail.train.settings import Pretrain, PretrainLoss, check_pretrain
 
 
 class TokenCounts(NamedTuple):
@@ -43,6 +43,7 @@ def next_token(settings: Pretrain) -> Objective:
         weight=lambda batch: TokenCounts(targets(batch), _tokens(batch)),
         specs=lambda cfg: with_mtp(spec(cfg), cfg) if loss.mtp else spec(cfg),
         after_update=functools.partial(balanced, rate=loss.router_bias_rate),
+        check=functools.partial(check_pretrain, loss),
     )
 
 

@@ -36,6 +36,7 @@ from dovetail.models.decoder import trunk
 from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
+from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
 Loads = dict[int, jax.Array]  # layer -> [E] tokens per expert
@@ -74,7 +75,7 @@ class StepContext:
     remat: str = "none"
     scan: bool = False
     frozen: Any = None  # weights that are read but not trained: see Frozen
-    reference: Params | None = None  # the state's reference, in the compute dtype: see Training.kept_reference
+    reference: Params | None = None  # the state's reference, in the compute dtype: see core.training.StepModels
     key: jax.Array | None = None  # for dropout in this part of this step; None: no randomness
 
     def packed(self, batch: Batch) -> Packed:
@@ -159,6 +160,10 @@ def _unchanged(params: Params, loads: Loads) -> Params:
     return params
 
 
+def _nothing(cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Objective:
     """Define what a training step minimises, as functions."""
@@ -181,6 +186,12 @@ class Objective:
     initial: Callable[[Any], Params] | None = None
     # (folder, model, weights, tokenizer, dtype): exports a run's weights
     export: Callable[[Path, ModelConfig, Params, Tokenizer | None, Any], None] = export
+    # refuses a model that it cannot train
+    check: Callable[[ModelConfig], None] = check_causal
+    # (model, bytes of a device) -> bytes per device that something else than the step needs, by name (an engine)
+    beside: Callable[[ModelConfig, int | None], Mapping[str, int]] = _nothing
+    # how many of the last devices it leaves to an engine
+    spare_devices: int = 0
 
 
 def loads_of(stats: Mapping[int, RouterStats]) -> dict[int, jax.Array]:

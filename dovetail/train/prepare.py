@@ -185,7 +185,8 @@ def prepare(
 ) -> Ready:
     """Derive and place a recipe on the present devices, or on those given, such as a topology's."""
     cfg = scored(config_of(settings.model)) if settings.scores else config_of(settings.model)
-    devices = list(devices if devices is not None else _all_but(settings.spare_devices))
+    devices = list(devices if devices is not None else _all_but(objective.spare_devices))
+    objective.check(cfg)
     first = devices[0]
     own = set(jax.local_devices())
     here = [
@@ -193,7 +194,9 @@ def prepare(
     ]  # other processes' devices and a topology's do not report memory
     on_host = bool(here) and first.platform == "cpu"
     usable = host_share(len(here)) if on_host else usable_bytes(here[0]) if here else None
-    derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), usable, on_host)
+    chip = chip_of(first)
+    beside = objective.beside(cfg, usable or (chip.device_hbm if chip else None))
+    derived = derive(cfg, settings, chip, len(devices), num_slices(devices), usable, on_host, beside)
     platform = platform or ("cuda" if first.platform == "gpu" else str(first.platform))
     return make_ready(cfg, derived, objective, Placement(make_mesh(derived.axes, devices), TRAIN), platform)
 

@@ -10,7 +10,7 @@ from dovetail.core import recipe as recipes
 from dovetail.core.errors import RecipeError
 from dovetail.core.reporter import Reporter
 from dovetail.train.launch import Ended, launch
-from dovetail.train.settings import Pretrain
+from dovetail.train.settings import Pretrain, shape_key
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
@@ -91,7 +91,11 @@ def _open_rows(settings: Pretrain, ready: Ready, reporter: Reporter) -> Opened:
             "data.tokenizer to the model's own, or vocab_size in the model's config.json",
             param="data.tokenizer",
         )
-    return Opened(rows, held_out, _tokenizer(settings, tokenizer), inputs=rows.fingerprints)
+    return Opened(rows, held_out, _tokenizer(settings, tokenizer), inputs=rows.fingerprints, rows_key=_rows_key)
+
+
+def _rows_key(settings: Pretrain) -> dict[str, Any]:
+    return {"data": recipes.dump(settings.data), **shape_key(settings)}
 
 
 def _tokenizer(settings: Pretrain, beside: Tokenizer | None) -> Tokenizer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ from dovetail.core.errors import UserError
 from dovetail.core.types import Batch, Params
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.report.metrics import Passage
+from dovetail.train.settings import shape_key
 from dovetail.train.state import Position
 
 
@@ -97,6 +98,8 @@ class Opened:
     tokenizer: Tokenizer | None = None  # written into exports, so that their folders can be served
     samples: SampleFn | None = None
     inputs: Mapping[str, str] = field(default_factory=dict)  # fingerprints by name: see train.saves
+    # (settings) -> the keys that determine the rows of a batch: a run resumes only if they are the same
+    rows_key: Callable[[Any], dict[str, Any]] = shape_key
 
 
 class Batches:

@@ -61,7 +61,7 @@ def run(
     settings, first = ready.settings, jax.process_index() == 0
     goodput, stop, reporter = goodput or Goodput(), stop or Stop(), reporter or Reporter(show=first)
     folder.mkdir(parents=True, exist_ok=True)
-    with Saves(ready, folder, goodput, reporter, opened.inputs) as saves, stop:
+    with Saves(ready, folder, goodput, reporter, opened) as saves, stop:
         with reporter.waiting("reading the weights"):
             at = saves.open()
         began = at.step
@@ -132,7 +132,7 @@ def _host_of(device: Any) -> str:
 
 
 def _work(ready: Ready) -> Work:
-    cfg, length, frozen = ready.cfg, ready.settings.length, ready.settings.adapter is not None
+    cfg, length, frozen = ready.cfg, ready.settings.length, ready.settings.step_models.adapter is not None
     chip = chip_of(jax.devices()[0])
     peak = chip.device_bf16 * jax.device_count() if chip and chip.device_bf16 else None
     full, causal = (train_flops_per_token(cfg, length, causal, frozen) for causal in (False, True))

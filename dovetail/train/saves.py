@@ -26,6 +26,7 @@ from dovetail.io.checkpoint import Checkpoints
 from dovetail.train.guard.stop import Together
 from dovetail.train.prepare import Ready
 from dovetail.train.report.goodput import Goodput
+from dovetail.train.rows import Opened
 from dovetail.train.state import Position
 
 S = TypeVar("S", bound=Training)
@@ -35,9 +36,10 @@ ALLOW_CHANGED = "checkpoint.allow_changed_inputs=true"
 class Saves:
     """Write and read a run's checkpoints. On exit it waits until they are written."""
 
-    def __init__(self, ready: Ready, folder: Path, goodput: Goodput, reporter: Reporter, inputs: Mapping[str, str]):
+    def __init__(self, ready: Ready, folder: Path, goodput: Goodput, reporter: Reporter, opened: Opened):
         self._ready, self._settings, self._folder = ready, ready.settings, folder
-        self._goodput, self._reporter, self._inputs = goodput, reporter, dict(inputs)
+        self._goodput, self._reporter, self._inputs = goodput, reporter, dict(opened.inputs)
+        self._rows_key = opened.rows_key
         self._by_clock, self._saved_at, self._lost = Together("save"), time.monotonic(), False
         wanted = self._settings.checkpoint
         self.checkpoints = Checkpoints(
@@ -89,8 +91,8 @@ class Saves:
     def _restored(self) -> tuple[Position, dict[str, Any]]:
         """Return the newest intact checkpoint and its meta data (see `save`)."""
         state, meta, step = self.checkpoints.restore(self._ready.abstract_state)
-        key = self._settings.rows_key
-        if key not in (meta["data"], rows_key_of(meta["recipe"], type(self._settings))):
+        key = self._rows_key(self._settings)
+        if key not in (meta["data"], self._stored_rows_key(meta["recipe"])):
             changed = changes(meta["recipe"], self._settings)
             shown = [text for name, text in changed.items() if name.partition(".")[0] in ("", *key)]
             raise CheckpointError(
@@ -102,6 +104,13 @@ class Saves:
         cursor = int(meta["cursor"])
         return Position(state, step, cursor, saved=cursor), meta
 
+    def _stored_rows_key(self, stored: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the rows key of a checkpoint's recipe as this version writes it; None if it cannot be read."""
+        try:
+            return self._rows_key(recipe.read(type(self._settings), stored))
+        except UserError:
+            return None
+
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def is_time(self, step: int) -> bool:
@@ -112,7 +121,7 @@ class Saves:
     def save(self, at: Position, durable: bool) -> None:
         """Save the state; with `durable`, into the durable folder too if there is one."""
         recorded = record(self._settings)
-        meta = {"cursor": at.cursor, "data": self._settings.rows_key, "inputs": self._inputs, **recorded}
+        meta = {"cursor": at.cursor, "data": self._rows_key(self._settings), "inputs": self._inputs, **recorded}
         with self._goodput.span("checkpoint"):
             far = True if durable and self._settings.checkpoint.durable else None
             self.checkpoints.save(at.step, at.state, meta, far)
@@ -148,7 +157,7 @@ def _given_weights(ready: Ready) -> Any:
     settings = ready.settings
     if ready.objective.initial:
         return ready.objective.initial(ready)
-    if not settings.weights or settings.adapter:  # an adapter's base is frozen, not part of the state
+    if not settings.weights or settings.step_models.adapter:  # an adapter's base is frozen, not part of the state
         return None
     return weights_of_folder(ready)
 
@@ -252,14 +261,6 @@ def changes(stored: Mapping[str, Any], settings: Training) -> dict[str, str]:
         return {"": f"the recipe in the checkpoint is another version's ({error})"}
     found = recipe.differences(before, settings.effective)
     return {key: f"{key} {_text(old)} -> {_text(new)}" for key, old, new in found}
-
-
-def rows_key_of(stored: Mapping[str, Any], cls: type[Training]) -> dict[str, Any] | None:
-    """Return the rows_key of a checkpoint's recipe as this version writes it; None if it cannot be read."""
-    try:
-        return recipe.read(cls, stored).rows_key
-    except UserError:
-        return None
 
 
 def _text(value: Any) -> str:

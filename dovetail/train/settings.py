@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.choice import not_negative, require
-from dovetail.core.recipe import dump
-from dovetail.core.training import DERIVED, Mesh, Training
+from dovetail.core.training import DERIVED, Mesh, StepModels, Training
 from dovetail.data.settings import Data
 from dovetail.models.config import ModelConfig
 
@@ -42,21 +41,30 @@ class Pretrain(Training):
         )
 
     @property
-    def trains_mtp(self) -> bool:
-        """Return whether layers of multi-token prediction are trained."""
-        return self.loss.mtp > 0
+    def step_models(self) -> StepModels:
+        """Return which models a step holds besides the trained weights."""
+        return StepModels(mtp=self.loss.mtp > 0)
 
-    @property
-    def rows_key(self) -> dict[str, Any]:
-        """Return the keys that determine the rows of a batch."""
-        return {"data": dump(self.data), **super().rows_key}
 
-    def check_model(self, cfg: ModelConfig) -> None:
-        """Refuse a model that the recipe cannot train."""
-        super().check_model(cfg)
-        balances = self.loss.router_aux or self.loss.router_bias_rate
-        require(
-            not balances or any(layer.moe for layer in cfg.layers),
-            "loss.router_aux and loss.router_bias_rate require a model with experts: remove them",
-            param="loss.router_aux" if self.loss.router_aux else "loss.router_bias_rate",
-        )
+def check_causal(cfg: ModelConfig) -> None:
+    """Refuse a reward model, which does not predict tokens."""
+    require(
+        not cfg.scored,
+        "model must be a causal language model, got a reward model: use another, or train it with `dovetail reward`",
+        param="model",
+    )
+
+
+def check_pretrain(loss: PretrainLoss, cfg: ModelConfig) -> None:
+    """Refuse a model that cannot be trained with this loss."""
+    check_causal(cfg)
+    require(
+        not (loss.router_aux or loss.router_bias_rate) or any(layer.moe for layer in cfg.layers),
+        "loss.router_aux and loss.router_bias_rate require a model with experts: remove them",
+        param="loss.router_aux" if loss.router_aux else "loss.router_bias_rate",
+    )
+
+
+def shape_key(settings: Training) -> dict[str, Any]:
+    """Return the keys that determine the shape of a batch."""
+    return {"batch": settings.batch, "length": settings.length}

@@ -31,7 +31,7 @@ class TrainState:
     step: jax.Array  # [] int32: number of applied updates
     health: health.HealthState
     ema: Params | None = None  # f32
-    reference: Params | None = None  # f32: see core.training.Training.kept_reference
+    reference: Params | None = None  # f32: see core.training.StepModels.reference
 
 
 def abstract_state(
@@ -57,7 +57,7 @@ def abstract_state(
         step=step,
         health=_placed(checks, jax.tree.map(lambda _: everywhere, checks)),
         ema=_placed(abstract(specs, jnp.float32), shardings) if settings.ema else None,
-        reference=_placed(abstract(specs, jnp.float32), shardings) if settings.kept_reference else None,
+        reference=_placed(abstract(specs, jnp.float32), shardings) if settings.step_models.reference else None,
     )
 
 
@@ -89,7 +89,7 @@ def init_state(
     rest = jax.jit(lambda: (jnp.zeros((), jnp.int32), health.init()), out_shardings=(places.step, places.health))
     step, checks = rest()
     ema = jax.jit(_as_f32, out_shardings=places.ema)(params) if settings.ema else None
-    reference = jax.jit(_as_f32, out_shardings=places.reference)(params) if settings.kept_reference else None
+    reference = jax.jit(_as_f32, out_shardings=places.reference)(params) if settings.step_models.reference else None
     return TrainState(params, opt, step, checks, ema, reference)
 
 

@@ -56,7 +56,7 @@ def make_step(
         updates, opt = optimizer.update(clip(grads, norm, settings.optimizer.max_grad_norm), state.opt, state.params)
         params = objective.after_update(apply(state.params, updates, key), loads)
         ema = ema_update(state.ema, params, settings.ema) if settings.ema else None
-        reference = synced(state.reference, params, state.step + 1, settings.kept_reference)
+        reference = synced(state.reference, params, state.step + 1, settings.step_models.reference)
         new = TrainState(params, opt, state.step + 1, checks, ema, reference)
         metrics |= {"grad_norm": norm, "lr": rate(state.step), "ok": ok}
         if mesh.size > 1:  # a single device has nothing to compare with

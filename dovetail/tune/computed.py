@@ -19,14 +19,14 @@ from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleLoader
-from dovetail.io.load import config_of
+from dovetail.models.config import ModelConfig
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy
 from dovetail.tune.distill import likeliest
 from dovetail.tune.policy import frozen_model, policy_of
 from dovetail.tune.preference import target_logprobs
-from dovetail.tune.settings import Distill, Dpo, Tuning
+from dovetail.tune.settings import Distill, Dpo, Tuning, rows_key
 
 Values = dict[str, np.ndarray]  # by column: [tokens, ...] for the tokens of all examples, end to end
 
@@ -38,6 +38,7 @@ class Computed:
     name: str  # of its file
     key: str  # the setting that asks for it, for an error
     weights: str  # the frozen model: a folder or a name
+    cfg: ModelConfig  # its config
     score: Callable[[Params, Batch, StepContext], dict[str, jax.Array]]
     on_adapter: bool = False  # whether the frozen model has the adapters that the run starts from
 
@@ -47,16 +48,17 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
     if isinstance(settings, Dpo) and settings.preference.source == "disk":
         on_adapter = bool(settings.from_adapter) and settings.reference.model == "policy"
         return Computed(
-            "reference.npz", "preference.reference", settings.weights,
+            "reference.npz", "preference.reference", settings.weights, ready.cfg,
             lambda params, batch, ctx: {"reference": target_logprobs(params, ready.cfg, batch, ctx)}, on_adapter,
         )  # fmt: skip
     if isinstance(settings, Distill) and settings.distillation.teacher == "disk":
-        cfg, k = config_of(settings.teacher), settings.distillation.top_k
+        cfg, k = settings.teacher_cfg, settings.distillation.top_k
+        assert cfg is not None, "tune.policy.with_teacher_cfg fills it in"
 
         def top_tokens(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
             return dict(zip(("teacher_tokens", "teacher_logprobs"), likeliest(params, cfg, batch, ctx, k), strict=True))
 
-        return Computed("teacher.npz", "distillation.teacher", settings.teacher, top_tokens)
+        return Computed("teacher.npz", "distillation.teacher", settings.teacher, cfg, top_tokens)
     return None
 
 
@@ -71,7 +73,7 @@ def with_columns(
         )
     adapters = _adapters(wanted, settings, ready)
     content = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
-    key = fingerprint(settings.rows_key, rows.fingerprints, wanted.weights, settings.held, *content)
+    key = fingerprint(rows_key(settings), rows.fingerprints, wanted.weights, settings.held, *content)
     values = _kept(folder / wanted.name, key)
     if values is None:
         values = _compute(wanted, adapters, rows.every_document(), settings, ready)
@@ -93,7 +95,7 @@ def _adapters(wanted: Computed, settings: Tuning, ready: Ready) -> Params | None
 def _compute(wanted: Computed, adapters: Params | None, rows: ExampleLoader, settings: Tuning, ready: Ready) -> Values:
     """Score all documents; `rows` have the column `document`."""
     same = wanted.weights == settings.weights
-    cfg = ready.cfg if same else config_of(wanted.weights)
+    cfg = ready.cfg if same else wanted.cfg
     frozen = ready.frozen if same and settings.lora else None
     if frozen is None:
         frozen = frozen_model(wanted.weights, settings.held, settings.precision.compute).load(cfg, ready.placement)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,15 @@ from dovetail.io.load import config_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import abstract_frozen, pack
-from dovetail.models.lora import Lora, attach, input_dims, lora_spec, outer_names, saved_names
+from dovetail.models.lora import OUTER, Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
 from dovetail.train.objective import Frozen, StepContext, export, whole
+from dovetail.train.settings import check_causal
+from dovetail.tune.sections import check_teacher
 from dovetail.tune.settings import Tuning
+
+S = TypeVar("S", bound=Tuning)
 
 Model = Callable[[Params, StepContext], Params]  # (trained weights, step context) -> the model's weights
 
@@ -42,13 +46,15 @@ class Policy:
     initial: Callable[..., Params] | None = None
     export: Callable[..., None] = export
     trains_head: bool = True
+    check: Callable[[ModelConfig], None] = check_causal
+    beside: Callable[[ModelConfig, int | None], dict[str, int]] = lambda cfg, hbm: {}
 
 
 def policy_of(settings: Tuning) -> Policy:
     """Return the policy of a recipe: with `lora`, adapters on frozen weights."""
-    lora = settings.lora
+    lora, check = settings.lora, functools.partial(check_model, settings)
     if lora is None:
-        return Policy(spec, lambda params, ctx: params)
+        return Policy(spec, lambda params, ctx: params, check=check)
     return Policy(
         specs=functools.partial(lora_spec, lora=lora),
         params=lambda params, ctx: attach(ctx.frozen, params, lora, ctx.key),
@@ -56,7 +62,32 @@ def policy_of(settings: Tuning) -> Policy:
         initial=functools.partial(_initial, settings=settings) if _begins(settings) else None,
         export=functools.partial(_export_adapter, lora=lora, base=name_for_others(settings.weights)),
         trains_head=_trains_head(settings),
+        check=check,
+        beside=functools.partial(beside_adapters, settings),
     )
+
+
+def check_model(settings: Tuning, cfg: ModelConfig) -> None:
+    """Refuse a model that cannot be trained with these settings, and a teacher that does not fit it."""
+    if not settings.scores:
+        check_causal(cfg)
+    if settings.lora:
+        lora_spec(cfg, settings.lora)
+    if teacher_cfg := getattr(settings, "teacher_cfg", None):
+        check_teacher(cfg, teacher_cfg)
+
+
+def beside_adapters(settings: Tuning, cfg: ModelConfig, hbm: int | None = None) -> dict[str, int]:
+    """Return further bytes per device: an adapted embedding or head is added to its base, with a gradient."""
+    names = outer_names(cfg, settings.lora) if settings.lora else []
+    itemsize = compute_of(settings.precision.compute).dtype.itemsize
+    return {f"{OUTER[name]} with its adapter": cfg.vocab * cfg.dim * (itemsize + 4) for name in names}
+
+
+def with_teacher_cfg(settings: S) -> S:
+    """Return the settings with the config of their teacher, if they have one."""
+    teacher = getattr(settings, "teacher", "")
+    return dataclasses.replace(settings, teacher_cfg=config_of(teacher)) if teacher else settings
 
 
 def _begins(settings: Tuning) -> bool:
@@ -75,7 +106,7 @@ def kept_model(policy: Policy) -> Model:
     """Return the model of the training state's reference (`StepContext.reference`), without dropout."""
 
     def model(params: Params, ctx: StepContext) -> Params:
-        assert ctx.reference is not None, "settings.kept_reference is set"
+        assert ctx.reference is not None, "settings.step_models.reference is set"
         return policy.params(ctx.reference, dataclasses.replace(ctx, key=None))
 
     return model

@@ -243,4 +243,7 @@ def dpo_objective(settings: Dpo) -> Objective:
     frozen = policy.frozen
     if frozen is None and settings.preference.source == "live" and not kept:
         frozen = frozen_model(settings.weights, settings.held, settings.precision.compute)
-    return dataclasses.replace(found, specs=policy.specs, frozen=frozen, initial=policy.initial, export=policy.export)
+    return dataclasses.replace(
+        found, specs=policy.specs, frozen=frozen, initial=policy.initial, export=policy.export, check=policy.check,
+        beside=policy.beside,
+    )  # fmt: skip

@@ -101,7 +101,8 @@ def reward_objective(settings: Reward) -> Objective:
     """Return the objective of a recipe for a reward model."""
     policy = policy_of(settings)
     found = score_objective(settings.reward, policy.params, settings.most_documents)
-    found = dataclasses.replace(found, initial=partial(_initial, settings=settings, policy=policy))
+    initial = partial(_initial, settings=settings, policy=policy)
+    found = dataclasses.replace(found, initial=initial, check=policy.check, beside=policy.beside)
     if policy.frozen is None:
         return found
     return dataclasses.replace(

@@ -35,8 +35,8 @@ from dovetail.train.pretrain import run_folder
 from dovetail.train.rows import Opened, Sampled
 from dovetail.train.step import compute_copy
 from dovetail.tune.computed import computed_for, with_columns
-from dovetail.tune.policy import policy_of
-from dovetail.tune.settings import Tuning
+from dovetail.tune.policy import policy_of, with_teacher_cfg
+from dovetail.tune.settings import Tuning, rows_key
 
 S = TypeVar("S", bound=Tuning)
 BAD = "bad_records.txt"
@@ -109,12 +109,12 @@ class _Data:
         self._records, self._reporter, self._read = records, reporter, None
 
     def settle(self, settings: S) -> S:
-        """Return the settings with the steps and the row length that the examples decide."""
+        """Return the settings with the steps and the row length that the examples decide, and the teacher's config."""
         rows = self.read(settings)[0]
         if settings.tokens:  # counted without padding
             per_step = rows.tokens_per_epoch / rows.steps_per_epoch
             settings = replace(settings, tokens=0, steps=math.ceil(settings.tokens / per_step))
-        return replace(settings.with_steps(rows.rows_per_epoch), length=rows.length)
+        return with_teacher_cfg(replace(settings.with_steps(rows.rows_per_epoch), length=rows.length))
 
     def read(self, settings: Tuning) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
         """Return the rows of all processes, the held-out rows, and the counts of the records."""
@@ -145,7 +145,7 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, rep
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
     samples = PromptSampler.of(settings, ready, tokenizer)
-    return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints)
+    return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints, rows_key=rows_key)
 
 
 def _list_bad(bad: Sequence[str], path: Path, reporter: Reporter) -> None:

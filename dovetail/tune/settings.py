@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import one_of, require
-from dovetail.core.compute import compute_of
-from dovetail.core.recipe import dump
-from dovetail.core.training import Optimizer, Precision, Training
+from dovetail.core.recipe import NOT_A_KEY, dump
+from dovetail.core.training import Optimizer, Precision, StepModels, Training
 from dovetail.data.settings import TrainedTokens, TuningData
-from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD
-from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names
+from dovetail.models.lora import Lora
 from dovetail.ops.quant import SCHEMES
+from dovetail.train.settings import shape_key
 from dovetail.tune.sections import (
     Distillation,
     Preference,
     ReferenceSettings,
     RewardLoss,
     SampleSettings,
-    check_teacher,
 )
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
@@ -39,6 +37,7 @@ class Tuning(Training):
 
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
     exports_at_end: ClassVar[bool] = True
+    starts_from_model: ClassVar[bool] = True
 
     epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
     batch: int = 8  # examples (or pairs) of one step; with packing, rows
@@ -82,11 +81,6 @@ class Tuning(Training):
         return replace(self, epochs=0.0, steps=steps)
 
     @property
-    def weights(self) -> str:
-        """Return where the weights to start from are."""
-        return self.init or self.model
-
-    @property
     def examples(self) -> str:
         """Return the kind of examples: see data.example_rows."""
         return "sft"
@@ -102,37 +96,14 @@ class Tuning(Training):
         return ()
 
     @property
-    def adapter(self) -> Any:
-        """Return the settings of the adapters; None where all weights are trained."""
-        return self.lora
-
-    @property
     def held(self) -> str:
         """Return the storage format of the frozen weights."""
         return self.quantization or ("bf16" if self.precision.compute == "bf16" else "f32")
 
     @property
-    def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """Return the frozen models of a step, each with its storage format; None in a model's place: this one."""
-        return ((None, self.held),) if self.lora else ()
-
-    def beside(self, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
-        """Return further bytes per device: an adapted embedding or head is added to its base, with a gradient."""
-        names = outer_names(cfg, self.lora) if self.lora else []
-        itemsize = compute_of(self.precision.compute).dtype.itemsize
-        return {f"{OUTER[name]} with its adapter": cfg.vocab * cfg.dim * (itemsize + 4) for name in names}
-
-    @property
-    def rows_key(self) -> dict[str, Any]:
-        """Return the keys that decide which rows a batch holds."""
-        data = {name: value for name, value in dump(self.data).items() if name != "cache"}
-        return {"data": data, "packing": self.packing, **super().rows_key}
-
-    def check_model(self, cfg: ModelConfig) -> None:
-        """Refuse settings that this model cannot be trained with."""
-        super().check_model(cfg)
-        if self.lora:
-            lora_spec(cfg, self.lora)
+    def step_models(self) -> StepModels:
+        """Return which models a step holds: with adapters, also their frozen base."""
+        return StepModels(self.lora, ((None, self.held),) if self.lora else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +117,6 @@ class Sft(Tuning):
     def trained_tokens(self) -> TrainedTokens:
         """Return which tokens of an example count in the loss."""
         return TrainedTokens(self.assistant_only_loss, self.completion_only_loss)
-
-    @property
-    def rows_key(self) -> dict[str, Any]:
-        """Return the keys that decide which rows a batch holds."""
-        return {**super().rows_key, "trained": list(self.trained_tokens)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +151,11 @@ class Dpo(Tuning):
         return self.reference.kept(self.from_adapter) if self.preference.source == "live" else None
 
     @property
-    def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """Return the frozen models of a step. The base of a new adapter is its reference too: no second copy."""
+    def step_models(self) -> StepModels:
+        """Return which models a step holds. The base of a new adapter is its reference too: no second copy."""
         beside = self.preference.source == "live" and not self.kept_reference
-        return ((None, self.held),) if self.lora or beside else ()
+        frozen = ((None, self.held),) if self.lora or beside else ()
+        return StepModels(self.lora, frozen, self.kept_reference)
 
     @property
     def examples(self) -> str:
@@ -240,14 +207,24 @@ class Distill(Tuning):
 
     teacher: str  # the model to learn from: a folder, a name or a hub id
     distillation: Distillation = DISTILLATION
+    # the config of `teacher`: tune.policy.with_teacher_cfg reads it
+    teacher_cfg: ModelConfig | None = field(default=None, compare=False, repr=False, metadata=NOT_A_KEY)
 
     @property
-    def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """Return the frozen models of a step: the base of an adapter, and a live teacher."""
-        live = ((config_of(self.teacher), self.held),) if self.distillation.teacher == "live" else ()
-        return (*super().frozen, *live)
+    def step_models(self) -> StepModels:
+        """Return which models a step holds: also a live teacher."""
+        found = super().step_models
+        return found if self.distillation.teacher == "disk" else with_teacher(found, self.teacher_cfg, self.held)
 
-    def check_model(self, cfg: ModelConfig) -> None:
-        """Refuse settings that this model cannot be trained with, and a teacher that does not fit it."""
-        super().check_model(cfg)
-        check_teacher(cfg, config_of(self.teacher))
+
+def with_teacher(models: StepModels, teacher_cfg: ModelConfig | None, held: str) -> StepModels:
+    """Return the models of a step with a teacher's."""
+    assert teacher_cfg is not None, "tune.policy.with_teacher_cfg fills it in"
+    return replace(models, frozen=(*models.frozen, (teacher_cfg, held)))
+
+
+def rows_key(settings: Tuning) -> dict[str, Any]:
+    """Return the keys that determine the rows of a batch: a run resumes only if they are the same."""
+    data = {name: value for name, value in dump(settings.data).items() if name != "cache"}
+    trained = {"trained": list(settings.trained_tokens)} if isinstance(settings, Sft) else {}
+    return {"data": data, "packing": settings.packing, **shape_key(settings), **trained}

@@ -18,7 +18,8 @@ def sft_objective(settings: Sft) -> Objective:
     policy = policy_of(settings)
     return Objective(
         partial(_measure, policy=policy), specs=policy.specs, held_out=partial(_held_out, policy=policy),
-        frozen=policy.frozen, initial=policy.initial, export=policy.export,
+        frozen=policy.frozen, initial=policy.initial, export=policy.export, check=policy.check,
+        beside=policy.beside,
     )  # fmt: skip
 
 

@@ -180,7 +180,6 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(overrides, devices,
         ("llama3-8b", ["mesh.fsdp=3"], 3, "mesh.fsdp", "4096"),
         ("llama3-8b", ["mesh.context=3"], 3, "mesh.context", "8192"),
         ("llama3-8b", ["length=16384"], 8, "length", "8192 positions, got 16384"),
-        ("llama3-8b", ["loss.router_aux=0.1"], 8, "loss.router_aux", ""),
         ("mixtral-8x7b", ["mesh.expert=3"], 9, "mesh.expert", "8 experts"),
         ("tiny", ["mesh.slices=3"], 8, None, "in 3 slices"),
     ],
@@ -188,6 +187,12 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(overrides, devices,
 def test_recipes_that_do_not_match_model_or_devices_are_refused(name, overrides, devices, param, naming):
     with refuses(param, RecipeError, naming=naming):
         derive(*load(name, *overrides), None if name == "tiny" else CHIPS["H200"], devices)
+
+
+def test_a_router_loss_is_refused_for_a_model_without_experts():
+    cfg, settings = load("llama3-8b", "loss.router_aux=0.1")
+    with refuses("loss.router_aux", RecipeError):
+        next_token(settings).check(cfg)
 
 
 def test_the_proposal_of_a_refusal_fits():

@@ -11,7 +11,7 @@ from dovetail.core.accelerator import parse
 from dovetail.core.errors import OutOfMemoryError
 from dovetail.models.registry import read_model
 from dovetail.plan.rl_plan import plan_rl
-from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.settings import Rl, beside_policy
 
 
 def planned(where: str, model: str, *overrides: str, answer: int = 0):
@@ -31,7 +31,8 @@ def test_a_measured_rollout_lies_between_the_bounds():
 
 def test_memory_includes_what_the_recipe_keeps_beside_the_trainer():
     plan, settings = planned("h200x1", "smollm2-135m", "algo=ppo", "critic.kl_coef=0.01")
-    beside = settings.beside(read_model("smollm2-135m"), parse("h200x1").chip.device_hbm)  # type: ignore[union-attr]
+    chip = parse("h200x1").chip
+    beside = beside_policy(settings, read_model("smollm2-135m"), chip.device_hbm)  # type: ignore[union-attr]
     assert {"critic", "reference", "engine's weights", "engine's pages"} <= beside.keys()
     assert {name: plan.memory[name] for name in beside} == beside
     assert sum(plan.memory.values()) <= (plan.trainer.limit or 0)

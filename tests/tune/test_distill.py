@@ -26,8 +26,7 @@ from dovetail.models.spec import spec
 from dovetail.ops.token_loss import divergence
 from dovetail.train.objective import step_context
 from dovetail.train.step import gradients
-from dovetail.tune.distill import divergence_objective, likeliest
-from dovetail.tune.features import attention_map, map_divergence, state_distance
+from dovetail.tune.distill import attention_map, divergence_objective, likeliest, map_divergence, state_distance
 from dovetail.tune.sections import AttentionLoss, Distillation, FeatureLoss
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from refusals import refuses
 from typer.main import get_command
 
 from dovetail.cli.main import app
-from dovetail.cli.recipes import _model_of, purpose
+from dovetail.cli.recipes import _model_of, _planned, purpose
 from dovetail.cli.train import settings_class
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
@@ -35,7 +35,7 @@ def test_shipped_recipes_load_and_fit(training, name):
     assert settings.model in PUBLISHED  # its weights can be fetched by this name
     assert settings.data.path in samples() and purpose(name).endswith(".")
     assert recipe.read(type(settings), recipe.dump(settings)) == settings
-    cfg, planned = _model_of(settings), settings.filled() if training == "rl" else settings
+    cfg, planned = _model_of(settings), _planned(settings, training)
     count = smallest(cfg, planned, CHIPS["H200"])
     assert count == 1  # none needs more than one
     derived = derive(cfg, planned, CHIPS["H200"], count)

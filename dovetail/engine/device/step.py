@@ -150,8 +150,8 @@ def run_verify(
     with compute.products(platform):
         hidden, cache = forward(params, cfg, batch.tokens, positions, ctx, state.cache)
         logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
-    # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
     assert cache is not None
+    # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
     counts, order = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], jnp.arange(1 + shape.drafts)[:, None]
     at = batch.cu_q_lens[:-1] + jnp.minimum(order, jnp.maximum(counts - 1, 0))
     drafts = jnp.where(order + 1 < counts, batch.tokens[jnp.minimum(at + 1, shape.tokens - 1)], NO_DRAFT)[:-1]

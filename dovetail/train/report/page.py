@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from html import escape
@@ -11,16 +12,16 @@ from typing import Any
 
 from dovetail.core.errors import MissingFileError
 from dovetail.core.files import write_atomic
-from dovetail.core.page import html, table
+from dovetail.core.page import embedded, html, table
 from dovetail.core.units import format_clock, format_count, format_decimal_bytes
-from dovetail.train.report import completions_page as browser
 from dovetail.train.report import curves, reinforcement
-from dovetail.train.report.completions import turns, written
+from dovetail.train.report.completions import FILE, Kept, kept, shortened, turns, written
 from dovetail.train.report.curves import Mark, Series, chart, name_of, smooth
 from dovetail.train.report.goodput import KINDS, OTHER
 from dovetail.train.report.summary import RunRecord, read, step_times, summary, when
 
 PAGE = "report.html"
+TEMPLATE = Path(__file__).parent / "template"
 # Fields of a health event that have their own columns, or are too long to show.
 TITLE = ("time", "step", "what", "kind", "reason", "process", "values")
 LOG_FROM = 20  # the gradient norm's axis is logarithmic from this ratio of maximum to median on
@@ -53,10 +54,10 @@ def write(folder: str | Path, out: str | Path | None = None) -> Path:
 
 def page(run: RunRecord) -> str:
     """Return the page of a run."""
-    parts = (_figures, _curves, browser.section, _samples, _goodput, _health, _saved, _environment, _recipe)
+    parts = (_figures, _curves, _completions, _samples, _goodput, _health, _saved, _environment, _recipe)
     sections = [section for part in parts if (section := part(run))]
     head = f'<h1>{escape(run.name)}</h1><p class="about">{escape(_about(run))}</p>'
-    style = _STYLE + curves.STYLE + browser.STYLE
+    style = _STYLE + curves.STYLE + (TEMPLATE / "completions.css").read_text(encoding="utf-8")
     return html(f"{run.name}: training report", "\n".join([head, *sections]), style=style, script=curves.SCRIPT)
 
 
@@ -217,6 +218,61 @@ def _turns_html(text: Any) -> str:
     if not isinstance(text, list):
         return escape(str(text or ""))
     return "<br>".join(f"<b>{escape(role)}</b> {escape(content)}" for role, content in turns(text))
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def _completions(run: RunRecord) -> str:
+    """Return the browser of completions by step, reward and group; empty if there are no completions."""
+    found = kept(run.completions) if run.completions else Kept()
+    if not found.lines:
+        return ""
+    controls, script = ((TEMPLATE / f"completions.{end}").read_text(encoding="utf-8") for end in ("html", "js"))
+    return (
+        f'<h2>Completions</h2><section id="completions"><p class="note">{_left_out(found)}</p>{controls}</section>'
+        f'<script type="application/json" id="completions-data">{embedded(_completion_data(found))}</script>'
+        f"<script>{script}</script>"
+    )
+
+
+def _left_out(found: Kept) -> str:
+    """Return which completions the page leaves out."""
+    if len(found.lines) == found.all_lines:
+        return f"All {found.all_lines:,} completions of {found.all_steps:,} steps."
+    some = ""
+    if len(found.steps) < found.all_steps:
+        some = f" of {len(found.steps):,} steps among {found.all_steps:,} (the first, the last, and evenly between)"
+    return (
+        f"{len(found.lines):,} of {found.all_lines:,} completions{some}, so that this page stays small: all of them "
+        f"are in {FILE}."
+    )
+
+
+def _completion_data(found: Kept) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for line in found.lines for name in line.get("rewards") or {}))
+    prompts: dict[str, int] = {}
+    rows = [_completion_row(line, names, prompts) for line in found.lines]
+    return {"steps": found.steps, "names": names, "prompts": [json.loads(prompt) for prompt in prompts], "rows": rows}
+
+
+def _completion_row(line: dict[str, Any], names: Sequence[str], prompts: dict[str, int]) -> list[Any]:
+    asked, rewards = json.dumps(_shortened_text(line.get("prompt")), ensure_ascii=False), line.get("rewards") or {}
+    return [
+        *(line.get(name, 0) for name in ("step", "group", "member")), prompts.setdefault(asked, len(prompts)),
+        _shortened_text(written(line)), _rounded(line.get("reward")), [_rounded(rewards.get(name)) for name in names],
+        line.get("problems") or 0, *(line.get(name, 0) for name in ("tokens", "finish", "version")),
+    ]  # fmt: skip
+
+
+def _shortened_text(completion: Any) -> str | list[list[str]]:
+    if isinstance(completion, list):
+        return [[role, shortened(text)] for role, text in turns(completion)]
+    return shortened(str(completion or ""))
+
+
+def _rounded(reward: float | None) -> float | None:
+    return None if reward is None or reward != reward else float(f"{reward:.6g}")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from dovetail.tune.distill import distill_objective
 from dovetail.tune.policy import Policy, head_of, policy_of, unembed_of
 from dovetail.tune.rl.algorithms import policy_loss_of
 from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, value_loss
-from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.settings import Rl, beside_policy, check_rl_model
 from dovetail.tune.segments import segment_sums
 
 POLICY, CRITIC, SCORE = "policy", "critic", "score"  # keys of the trained tree, if there is a critic
@@ -40,13 +40,22 @@ EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)  # between the bins in which importanc
 
 def rl_objective(settings: Rl, own: PolicyLoss | None = None) -> Objective:
     """Return the objective of a recipe. `own`: the user's policy loss, in place of the algorithm's."""
-    if settings.algo == "gkd":
-        return distill_objective(settings)
+    found = distill_objective(settings) if settings.algo == "gkd" else _policy_objective(settings, own)
+
+    def check(cfg: ModelConfig) -> None:
+        found.check(cfg)
+        check_rl_model(settings, cfg)
+
+    beside = functools.partial(beside_policy, settings)
+    return replace(found, check=check, beside=beside, spare_devices=settings.spare_devices)
+
+
+def _policy_objective(settings: Rl, own: PolicyLoss | None) -> Objective:
     policy = policy_of(settings)
     loss = _RlLoss(settings, policy, own or policy_loss_of(settings.resolved_loss))
     objective = Objective(
         loss.measure, weight=_num_tokens, columns=columns(settings), specs=policy.specs, held_out=_no_held_out_loss,
-        frozen=policy.frozen, initial=policy.initial, export=policy.export,
+        frozen=policy.frozen, initial=policy.initial, export=policy.export, check=policy.check,
     )  # fmt: skip
     return _with_critic(objective, policy, settings) if settings.has_critic else objective
 

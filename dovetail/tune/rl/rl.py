@@ -20,6 +20,7 @@ from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
 from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
+from dovetail.tune.policy import with_teacher_cfg
 from dovetail.tune.rl.advantages import Advantage
 from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, policy_loss_of
 from dovetail.tune.rl.batches import BatchBuilder
@@ -39,7 +40,7 @@ from dovetail.tune.rl.rewards.reward import reward_of
 from dovetail.tune.rl.rewards.user_code import ImportedFunction, identity
 from dovetail.tune.rl.rollouts import RolloutParts, Rollouts
 from dovetail.tune.rl.sampler import PolicySampler
-from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.settings import Rl, rl_rows_key
 from dovetail.tune.rl.tool_grammars import ToolGrammars
 from dovetail.tune.run import given_settings, tokenizer_of
 
@@ -153,7 +154,8 @@ class _Data:
                 "one process"
             )
         devices = max(1, jax.device_count() - settings.spare_devices)
-        return settings.with_steps(len(self.read(settings)[0].records)).filled(devices)
+        settings = settings.with_steps(len(self.read(settings)[0].records)).filled(devices)
+        return with_teacher_cfg(settings)
 
     def read(self, settings: Rl) -> tuple[PromptSet, list[PromptRecord], int]:
         if self._read is None:
@@ -196,7 +198,7 @@ def _open_rows(
     stack.callback(rollouts.close)
     evaluates = bool(held_out) and settings.eval.every > 0
     evaluator = Evaluator(settings, held_out, sampler, rewards, reply, grammar) if evaluates else None
-    return Opened(rollouts, None, tokenizer, evaluator, inputs=inputs)
+    return Opened(rollouts, None, tokenizer, evaluator, inputs=inputs, rows_key=rl_rows_key)
 
 
 def _inputs(

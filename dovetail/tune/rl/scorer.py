@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 
 from dovetail.core.mesh import Placement, make_mesh
 from dovetail.core.types import Batch, Params
-from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.ops.token_loss import token_logprobs
 from dovetail.train.objective import hidden_states, step_context
@@ -67,9 +65,10 @@ class RowScorer:
             self._teacher = frozen.load(self._teacher_cfg, self._ready.placement)
         return np.asarray(self._by_teacher(self._teacher, batch))
 
-    @functools.cached_property
+    @property
     def _teacher_cfg(self) -> ModelConfig:
-        return config_of(self._settings.teacher)
+        assert self._settings.teacher_cfg is not None, "tune.policy.with_teacher_cfg fills it in"
+        return self._settings.teacher_cfg
 
     def _load_reference(self) -> Any:
         """Return the frozen part of the reference. For adapters it is their base, without a second copy if possible."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.compute import compute_of
-from dovetail.core.recipe import dump
+from dovetail.core.recipe import NOT_A_KEY, dump
 from dovetail.core.spec import num_params
-from dovetail.core.training import Optimizer, Precision
+from dovetail.core.training import Optimizer, Precision, StepModels
 from dovetail.data.settings import TuningData
-from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import outer_names, saved_names
 from dovetail.models.spec import spec
@@ -30,8 +29,8 @@ from dovetail.tune.rl.algorithms import (
     policy_loss_of,
 )
 from dovetail.tune.rl.sections import Critic, RlEval, RlReference, RolloutEngine, Sampling
-from dovetail.tune.sections import Distillation, SampleSettings, check_teacher
-from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning
+from dovetail.tune.sections import Distillation, SampleSettings
+from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning, rows_key, with_teacher
 
 MAX_NUM_SEQS = 512  # the most sequences of an engine's step, if the recipe does not set engine.max_num_seqs
 # Keys that change neither the weights that sample nor how they sample.
@@ -71,6 +70,8 @@ class Rl(Tuning):
     reference: RlReference = REFERENCE
     eval: RlEval = EVAL
     teacher: str = ""  # gkd and reverse_kl: the model to learn from, a folder or a name
+    # the config of `teacher`: tune.policy.with_teacher_cfg reads it
+    teacher_cfg: ModelConfig | None = field(default=None, compare=False, repr=False, metadata=NOT_A_KEY)
     distillation: Distillation = ON_POLICY  # gkd: the divergence from the teacher
     rewards: tuple[Mapping[str, Any], ...] = ()  # a list of kinds or functions: see docs/rl.md
     reward_timeout: float = 60.0  # seconds that a reward may take for a group
@@ -169,18 +170,6 @@ class Rl(Tuning):
             f"{self.length}",
             param="length",
         )
-
-    def check_model(self, cfg: ModelConfig) -> None:
-        """Refuse settings that this model cannot be trained with, and a teacher that does not fit it."""
-        super().check_model(cfg)
-        require(
-            not self.lora or not (outer_names(cfg, self.lora) or saved_names(cfg, self.lora)),
-            "lora.target_modules and lora.modules_to_save must not name embed_tokens or lm_head in RL: the engine does "
-            "not serve such an adapter while it is trained. Leave them out",
-            param="lora.target_modules",
-        )
-        if self.has_teacher:
-            check_teacher(cfg, config_of(self.teacher))
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -304,26 +293,15 @@ class Rl(Tuning):
     # --- memory and devices -------------------------------------------------------------------------------------------
 
     @property
-    def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """Return the frozen models of a step: the base of an adapter, and the teacher."""
-        return (*super().frozen, *(((config_of(self.teacher), self.held),) if self.has_teacher else ()))
+    def step_models(self) -> StepModels:
+        """Return which models the trainer holds: also a reference in its state, and a teacher."""
+        found = replace(super().step_models, reference=self.kept_reference)
+        return with_teacher(found, self.teacher_cfg, self.held) if self.has_teacher else found
 
     @property
     def spare_devices(self) -> int:
         """Return how many of the last devices belong to the engine and the reference."""
         return self.engine.devices + self.reference.devices
-
-    def beside(self, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
-        """Return bytes per device of the critic, the reference and the engine, where they share the trainer's."""
-        others: dict[str, int] = {}
-        params, itemsize = num_params(spec(cfg)), compute_of(self.precision.compute).dtype.itemsize
-        if self.has_critic:  # the plan counts one model: weights, moments, gradients and compute copy once more
-            others["critic"] = params * (16 + itemsize) if not self.lora else 0
-        if self.has_reference and not (self.lora or self.reference.devices or self.kept_reference):
-            others["reference"] = params * itemsize
-        if not self.engine.has_own_memory:
-            others |= beside_trainer(cfg, itemsize, kv_cache_bytes(self, cfg, hbm), hbm)
-        return others
 
     # --- keys of a resume ---------------------------------------------------------------------------------------------
 
@@ -332,13 +310,36 @@ class Rl(Tuning):
         """Return the keys that determine a rollout: the journal is read only if they are the same."""
         return {key: value for key, value in dump(self).items() if key not in REPORT_KEYS}
 
-    @property
-    def rows_key(self) -> dict[str, Any]:
-        """Return the keys that determine the rows of a batch: a run resumes only if they are the same."""
-        keys = ("algo", "prompts", "num_generations", "max_prompt_length", "max_completion_length", "updates",
-                "num_iterations", "sampling")  # fmt: skip
-        given = dump(self)
-        return {**super().rows_key, **{key: given.get(key) for key in keys}}
+
+def rl_rows_key(settings: Rl) -> dict[str, Any]:
+    """Return the keys that determine the rows of a batch: a run resumes only if they are the same."""
+    keys = ("algo", "prompts", "num_generations", "max_prompt_length", "max_completion_length", "updates",
+            "num_iterations", "sampling")  # fmt: skip
+    given = dump(settings)
+    return {**rows_key(settings), **{key: given.get(key) for key in keys}}
+
+
+def check_rl_model(settings: Rl, cfg: ModelConfig) -> None:
+    """Refuse adapters that the engine does not serve."""
+    require(
+        not settings.lora or not (outer_names(cfg, settings.lora) or saved_names(cfg, settings.lora)),
+        "lora.target_modules and lora.modules_to_save must not name embed_tokens or lm_head in RL: the engine does "
+        "not serve such an adapter while it is trained. Leave them out",
+        param="lora.target_modules",
+    )
+
+
+def beside_policy(settings: Rl, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
+    """Return bytes per device of the critic, the reference and the engine, where they share the trainer's."""
+    others: dict[str, int] = {}
+    params, itemsize = num_params(spec(cfg)), compute_of(settings.precision.compute).dtype.itemsize
+    if settings.has_critic:  # the plan counts one model: weights, moments, gradients and compute copy once more
+        others["critic"] = params * (16 + itemsize) if not settings.lora else 0
+    if settings.has_reference and not (settings.lora or settings.reference.devices or settings.kept_reference):
+        others["reference"] = params * itemsize
+    if not settings.engine.has_own_memory:
+        others |= beside_trainer(cfg, itemsize, kv_cache_bytes(settings, cfg, hbm), hbm)
+    return others
 
 
 def kv_cache_bytes(settings: Rl, cfg: ModelConfig, hbm: int | None) -> int:

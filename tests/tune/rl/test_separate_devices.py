@@ -21,7 +21,7 @@ from dovetail.tune.rl.layout import lay_out
 from dovetail.tune.rl.objective import rl_objective
 from dovetail.tune.rl.scorer import RowScorer
 from dovetail.tune.rl.sections import RlReference, RolloutEngine
-from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.settings import Rl, beside_policy
 
 METRICS = ("loss", "kl", "reward", "entropy", "grad_norm")
 
@@ -90,8 +90,8 @@ def test_the_plan_counts_the_reference_where_it_is(place):
         model=folder, steps=1, loss=Loss(beta=0.1), reference=RlReference(devices=2), engine=RolloutEngine(devices=1)
     )
     cfg = read_model(folder)
-    assert "reference" in shared.beside(cfg, 2**34) and shared.spare_devices == 0
-    assert "reference" not in apart.beside(cfg, 2**34) and apart.spare_devices == 3
+    assert "reference" in beside_policy(shared, cfg, 2**34) and shared.spare_devices == 0
+    assert "reference" not in beside_policy(apart, cfg, 2**34) and apart.spare_devices == 3
 
 
 @pytest.mark.parametrize(
