@@ -110,7 +110,7 @@ def test_two_processes_resume_the_run_of_one(place, straight):
     for process in start_both(place, folder):
         finish(process, place, folder)
     log = (place / "two.log").read_text()
-    assert f"going on after step {STEPS // 2}" in log
+    assert f"continuing after step {STEPS // 2}" in log
     for ours, theirs in zip(metrics(folder), metrics(straight), strict=True):
         assert ours["step"] == theirs["step"]
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)

@@ -56,7 +56,7 @@ def test_a_killed_run_resumes_bitwise(kind, tmp_path):
     process.wait()
     assert not (killed / "export").exists()
     found = finish(start(kind, tmp_path, killed), killed)
-    assert "going on after step" in killed.with_suffix(".log").read_text()
+    assert "continuing after step" in killed.with_suffix(".log").read_text()
     assert metrics(killed) == metrics(straight)
     assert found.keys() == expected.keys()
     for name in found:

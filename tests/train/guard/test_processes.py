@@ -107,7 +107,7 @@ def test_several_processes_start_and_resume(place):
         assert (two.folder / "export/step_6/model.safetensors").exists()
     with Processes(place, "fresh", 2, 8) as again:
         assert again.codes(180) == [0, 0], again.log()
-        assert again.steps() == [1, 2, 3, 4, 5, 6, 7, 8] and "going on after step 6" in again.log()
+        assert again.steps() == [1, 2, 3, 4, 5, 6, 7, 8] and "continuing after step 6" in again.log()
         assert (again.folder / "export/step_8/model.safetensors").exists()
 
 
@@ -122,7 +122,7 @@ def test_kill_9_of_one_process_ends_all_and_they_resume(place, count):
         before = max(run.steps())
     with Processes(place, f"killed{count}", count, before + 4) as run:
         assert run.codes(180) == [0] * count, run.log()
-        assert "going on after step" in run.log() and run.steps() == list(range(1, before + 5))
+        assert "continuing after step" in run.log() and run.steps() == list(range(1, before + 5))
         assert next(line["step"] for line in run.metrics() if "held_out_loss" in line) == 4
         assert (run.folder / f"export/step_{before + 4}/model.safetensors").exists()
 
