@@ -118,7 +118,7 @@ def test_kill_9_of_one_process_ends_all_and_they_resume(place, count):
         run.wait_for_checkpoint()
         run.running[-1].send_signal(signal.SIGKILL)
         assert run.codes(ENDS_S) == [LOST] * (count - 1) + [-signal.SIGKILL], run.log()
-        assert all(f"process {count - 1} gave no sign of life" in line for line in run.last_lines()[:-1]), run.log()
+        assert all(f"process {count - 1} sent no heartbeat" in line for line in run.last_lines()[:-1]), run.log()
         before = max(run.steps())
     with Processes(place, f"killed{count}", count, before + 4) as run:
         assert run.codes(180) == [0] * count, run.log()
@@ -143,7 +143,7 @@ def test_kill_9_of_the_first_ends_all(place, count):
         run.wait_for_checkpoint()
         run.running[0].send_signal(signal.SIGKILL)
         assert run.codes(ENDS_S) == [-signal.SIGKILL] + [LOST] * (count - 1), run.log()
-        assert all("process 0 gave no sign of life" in line for line in run.last_lines()[1:]), run.log()
+        assert all("process 0 sent no heartbeat" in line for line in run.last_lines()[1:]), run.log()
     with Processes(place, f"headless{count}", count, max(run.steps()) + 2) as run:
         assert run.codes(180) == [0] * count, run.log()
 
