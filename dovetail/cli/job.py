@@ -77,7 +77,7 @@ def create(
 
 
 def _wake(store: JobStore) -> None:
-    from dovetail.jobs.supervisor import ensure
+    from dovetail.jobs.presence import ensure
 
     ensure(store.root)
 
@@ -185,7 +185,7 @@ def resume(
 def _changed(
     action: Callable[[JobStore, Job], Job], job: str, as_json: bool, says: Callable[[JobStore, Job], str]
 ) -> None:
-    from dovetail.jobs.supervisor import holder
+    from dovetail.jobs.presence import holder
 
     store = open_store()
     after = action(store, store.find(job))
@@ -300,23 +300,23 @@ def supervise(
     """Supervise jobs; `create` starts a supervisor in the background by itself."""
     import logging
 
-    from dovetail.jobs import supervisor
+    from dovetail.jobs import presence, supervisor
 
     if stop and restart:
         raise UserError("`--stop` and `--restart` exclude each other: give one", param="--stop")
     store = open_store()
     store.close()
-    ended = supervisor.stop(store.root) if stop or restart else ""
+    ended = presence.stop(store.root) if stop or restart else ""
     if stop:
         message = f"the supervisor, {ended}, has ended; jobs continue" if ended else "no supervisor runs"
         _print(as_json, {"stopped": ended}, message)
     elif restart or not foreground:
-        found = supervisor.started(store.root)
+        found = presence.started(store.root)
         _print(as_json, {"supervisor": found, "stopped": ended}, f"the supervisor is {found}")
     else:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
         if not supervisor.supervise(store.root, None if forever else supervisor.IDLE_S):
-            raise UserError(f"another supervisor runs already: {supervisor.holder(store.root)}", code="supervised")
+            raise UserError(f"another supervisor runs already: {presence.holder(store.root)}", code="supervised")
 
 
 @app.command()

@@ -77,7 +77,7 @@ def footer(store: JobStore, jobs: Sequence[Job]) -> str:
 
 def _unsupervised(store: JobStore) -> Iterator[str]:
     """Yield a line for each user with jobs and without a supervisor."""
-    from dovetail.jobs.supervisor import holder
+    from dovetail.jobs.presence import holder
 
     for user in sorted(user for user in store.busy_users() if not holder(store.root, user)):
         whose, who = ("", "start") if user == store.user else (f" of {user}", f"{user} starts")

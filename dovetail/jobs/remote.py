@@ -27,7 +27,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from dovetail.core.errors import NotPermittedError, RecipeError
 from dovetail.core.reporter import printable
-from dovetail.jobs import actions, call, logs, preflight, supervisor
+from dovetail.jobs import actions, call, logs, preflight, presence
 from dovetail.jobs.backends import chooser
 from dovetail.jobs.files import jobs_home
 from dovetail.jobs.job import CALL_FOLDER, Attempt, Job
@@ -79,7 +79,7 @@ class Handle(Generic[R_co]):
     def cancel(self) -> None:
         """Cancel the job; a second call kills it."""
         actions.cancel(self.store, self.job)
-        supervisor.ensure(self.root)
+        presence.ensure(self.root)
 
     def logs(self, rank: int = 0) -> str:
         """Return what a process of the last attempt has written so far."""
@@ -102,7 +102,7 @@ class Handle(Generic[R_co]):
             while not self.done():
                 if until is not None and time.monotonic() > until:
                     raise TimeoutError(f"job {self.id} is {self.job.status} after {timeout:g} s; it continues")
-                supervisor.ensure(self.root)
+                presence.ensure(self.root)
                 time.sleep(POLL_S)
         return self._answer(self.job)
 
@@ -111,7 +111,7 @@ class Handle(Generic[R_co]):
         choose, news = chooser(self.root, self.store.owner), logs.waiting(self.store, self.id)
 
         def poll() -> None:
-            supervisor.ensure(self.root)
+            presence.ensure(self.root)
             if why := news():
                 print(why, file=sys.stderr)
 
@@ -204,7 +204,7 @@ class RemoteFunction(Generic[P, R]):
         spec = self._spec(f"exec {python} -m dovetail.jobs.call {folder}")
         job = actions.create(store, spec, before=lambda home: _write_call(home / CALL_FOLDER, data))
         store.close()
-        supervisor.ensure(store.root)
+        presence.ensure(store.root)
         return Handle(job.id, store.root)
 
     def _spec(self, command: str) -> Spec:

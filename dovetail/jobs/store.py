@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # listing jobs does not load the YAML reader
 
 T = TypeVar("T")
 FOLDERS = ("jobs", "queues", "places")  # of the folder of jobs, which its users share
-SUPERVISOR = ("supervisor.lock", "supervisor.log")  # of the folder's owner (supervisor.py)
+SUPERVISOR = ("supervisor.lock", "supervisor.log")  # of the folder's owner (presence.py)
 REQUEST_FILE = "asked.yaml"  # in the job's folder
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 _JOB = ", ".join(f'"{name}"' for name in Job._fields)

@@ -29,7 +29,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 from dovetail.core.errors import FileError, UserError
 from dovetail.core.page import html
 from dovetail.core.reporter import printable
-from dovetail.jobs import actions, supervisor
+from dovetail.jobs import actions, presence
 from dovetail.jobs.backends.backend import JobBackend
 from dovetail.jobs.job import where
 from dovetail.jobs.secrets import shown
@@ -94,7 +94,7 @@ class Pages:
     def cancel(self, id: str) -> dict[str, Any]:
         """Cancel a job, as `dovetail job cancel` does."""
         job = actions.cancel(self.store, self.store.job(id))
-        supervisor.ensure(self.store.root)
+        presence.ensure(self.store.root)
         return {"job": job._asdict()}
 
     def logs(self, id: str, query: Mapping[str, list[str]]) -> dict[str, Any]:

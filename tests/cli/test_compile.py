@@ -49,7 +49,7 @@ def test_a_topology_is_a_chip_and_its_grid(text, chip, sides):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "naming"),
     [
         ("v5e", "such as v5e:16x16"),
         ("v5e:4by4", "such as v5e:16x16"),

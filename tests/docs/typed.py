@@ -16,7 +16,13 @@ from dovetail.train.launch import Ended
 
 TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")
 # The kind of a page's YAML blocks, where no key of a block tells it.
-USUAL = {"docs/data.md": "pretrain", "docs/pretraining.md": "pretrain", "docs/jobs.md": "job", "docs/rl.md": "rl"}
+USUAL = {
+    "docs/data.md": "pretrain",
+    "docs/pretraining.md": "pretrain",
+    "docs/jobs.md": "job",
+    "docs/rl.md": "rl",
+    "docs/speculation.md": "rl",
+}
 USUAL["docs/finetuning.md"] = "sft"
 TELLING = {
     "preference": "dpo",

@@ -356,7 +356,7 @@ def test_an_error_of_a_control_reaches_its_caller_only(llm, answers, weights, tm
             asked.do(lambda engine: engine.update_weights({**weights, "embed": weights["embed"][:, :8]}), idle=True)
         with refuses("embed", CheckpointError):
             asked.do(lambda engine: engine.update_weights({"a": 1}), idle=True)
-        with refuses(None, MissingFileError, naming="config.json"):
+        with refuses("path", MissingFileError, naming="config.json"):
             asked.control("update_weights", str(tmp_path))
         with refuses("level"):
             asked.control("sleep", 3)

@@ -18,7 +18,7 @@ import tempfile
 from typer.testing import CliRunner
 
 from dovetail.cli.job import app
-from dovetail.jobs import supervisor
+from dovetail.jobs import presence
 from dovetail.jobs.backends import chooser
 from dovetail.jobs.files import jobs_home
 from dovetail.jobs.store import JobStore
@@ -82,7 +82,7 @@ def turn(uid: int, gid: int, umask: int, steps: list[list[str]]) -> list[str]:
 
 
 def main(umask: str) -> None:
-    supervisor.ensure = lambda root: None
+    presence.ensure = lambda root: None
     wanted, turns = os.environ["DOVETAIL_JOBS"], json.load(sys.stdin)
     warm_up()
     os.environ["DOVETAIL_JOBS"] = wanted

@@ -15,9 +15,7 @@ from dovetail.jobs.store import JobStore
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("DOVETAIL_JOBS", str(tmp_path / "home"))
-    monkeypatch.setattr(
-        "dovetail.jobs.supervisor.ensure", lambda root: None
-    )  # a test that forgets its supervisor fails
+    monkeypatch.setattr("dovetail.jobs.presence.ensure", lambda root: None)  # a test that forgets its supervisor fails
     return tmp_path / "home"
 
 

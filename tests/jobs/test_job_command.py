@@ -18,10 +18,10 @@ from dovetail.cli.job_output import table
 from dovetail.core.errors import NotPermittedError, UserError
 from dovetail.jobs import actions
 from dovetail.jobs.backends import chooser
+from dovetail.jobs.presence import holder, only_one
 from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.spec import make
 from dovetail.jobs.store import JobStore
-from dovetail.jobs.supervisor import holder, only_one
 from dovetail.jobs.web import Pages
 
 
@@ -295,7 +295,7 @@ def test_values_that_look_secret_are_not_shown(job, home):
 def test_a_supervisor_on_another_machine_is_not_stopped_here(job, home, monkeypatch):
     assert job("supervise", "--stop", "--json") == {"stopped": ""}
     with only_one(home):
-        monkeypatch.setattr("dovetail.jobs.supervisor.platform.node", lambda: "elsewhere")
+        monkeypatch.setattr("dovetail.jobs.presence.platform.node", lambda: "elsewhere")
         done = CliRunner().invoke(app, ["supervise", "--stop"])
     assert isinstance(done.exception, ValueError) and "and this machine is elsewhere: stop it there" in str(
         done.exception

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from dovetail.jobs.backends import chooser
 from dovetail.jobs.backends.backend import JobBackend
+from dovetail.jobs.presence import only_one
 from dovetail.jobs.store import JobStore
-from dovetail.jobs.supervisor import JobSupervisor, only_one
+from dovetail.jobs.supervisor import JobSupervisor
 
 
 @contextmanager

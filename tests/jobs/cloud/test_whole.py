@@ -61,7 +61,7 @@ def gcloud(tmp_path, monkeypatch) -> None:
 def remote(store, monkeypatch, gcloud):
     """@dt.remote into this store, whose supervisor is the test."""
     monkeypatch.setenv("DOVETAIL_JOBS", str(store.root))
-    monkeypatch.setattr("dovetail.jobs.supervisor.ensure", lambda root: None)
+    monkeypatch.setattr("dovetail.jobs.presence.ensure", lambda root: None)
     return dt.remote
 
 
