@@ -3,8 +3,6 @@
 To cover a renamed name, add a line to the table it belongs to.
 """
 
-import importlib
-
 import pytest
 from typer.testing import CliRunner
 
@@ -13,7 +11,10 @@ from dovetail.cli.options import RENAMED_FLAGS
 from dovetail.cli.train import settings_class
 from dovetail.core import recipe
 from dovetail.core.errors import UserError
+from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.request.outputs import RequestOutput
+from dovetail.engine.request.params import SamplingParams
 
 # (training, key that was renamed, its present name)
 RECIPE_KEYS = [
@@ -67,8 +68,14 @@ FLAGS = [
     ("chat", "--memory-fraction 0.5", "--gpu-memory-utilization"),
     ("plan serve", "tiny --on h200x1 --tensor-parallel 2", "--tensor-parallel-size"),
 ]
-# (where the attribute was, its old name, its present name)
-ATTRIBUTES: list[tuple[str, str, str]] = []
+# (an object, the old name of its attribute or method, the present name)
+ATTRIBUTES: list[tuple[object, str, str]] = [
+    (RequestOutput("a", (1,), ()), "id", "request_id"),
+    (RequestOutput("a", (1,), ()), "completions", "outputs"),
+    (RequestOutput("a", (1,), ()), "cached_tokens", "num_cached_tokens"),
+    (LLM.__new__(LLM), "wake", "wake_up"),
+    (SamplingParams(), "structured", "structured_outputs"),
+]
 
 
 @pytest.mark.parametrize("old, new", EngineOptions.RENAMED.items())
@@ -98,8 +105,7 @@ def test_a_recipe_key(training, old, new):
         recipe.create(settings_class(training), ["model=tiny", f"{old}=1"])
 
 
-@pytest.mark.parametrize("where, old, new", ATTRIBUTES)
-def test_an_attribute(where, old, new):
-    module, _, name = where.rpartition(".")
-    with pytest.raises((AttributeError, TypeError), match=new):
-        getattr(getattr(importlib.import_module(module), name), old)
+@pytest.mark.parametrize("owner, old, new", ATTRIBUTES, ids=[f"{type(o).__name__}.{old}" for o, old, _ in ATTRIBUTES])
+def test_an_attribute(owner, old, new):
+    with pytest.raises(AttributeError, match=rf"{old}.*{new}"):
+        getattr(owner, old)
