@@ -152,10 +152,8 @@ def test_over_two_devices():
     assert engine.engine.stats().speculation.accepted_tokens > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("gemma3", "gpt-oss"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma3", "gpt-oss"])
 def test_other_attention(family):
     """Sliding windows, latents and sinks."""
     llm = make_llm(family, speculative_config={"num_speculative_tokens": DRAFTS})

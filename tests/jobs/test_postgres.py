@@ -82,7 +82,7 @@ def url(postgres, monkeypatch) -> str:
 def home(url, tmp_path, monkeypatch) -> Path:
     """As for every test of jobs, but the store is in Postgres."""
     monkeypatch.setenv("DOVETAIL_JOBS_FILES", str(tmp_path / "home"))
-    monkeypatch.setattr("dovetail.jobs.supervisor.ensure", lambda root: None)
+    monkeypatch.setattr("dovetail.jobs.presence.ensure", lambda root: None)
     return tmp_path / "home"
 
 

@@ -25,7 +25,13 @@ def always(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 4}], ids=["plain", "top_k"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"temperature": 0.7, "top_k": 4}, id="top_k", marks=pytest.mark.thorough),
+    ],
+)
 def test_rollouts_and_updates_are_the_same(tmp_path, always, sampling):
     changes = {"steps": 3, "prompts": 2, "num_generations": 4, "max_completion_length": 24, "sampling": sampling}
     config = {"method": "suffix", "num_speculative_tokens": 3}

@@ -246,7 +246,7 @@ run_python({program!r}, limits=Limits(seconds=60))
     finally:
         process.kill()
         process.wait()
-    wait_for(lambda: not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text())
+    wait_for(lambda: not (text := status(child)) or "zombie" in text)
 
 
 def test_a_path_that_cannot_be_opened_does_not_weaken_the_isolation(monkeypatch, tmp_path):
@@ -334,7 +334,15 @@ def children(pid: int | None = None) -> list[int]:
 
 
 def is_restricted(pid: int) -> bool:
-    return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text()
+    return "Seccomp:\t2" in status(pid)
+
+
+def status(pid: int) -> str:
+    """Return the status of a process, which may end at any time; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def wait_for(holds, seconds: float = 20.0):
