@@ -358,3 +358,11 @@ def test_drafters_with_weights_are_not_supported_yet():
 def test_json_text_is_read():
     options = EngineOptions(speculative_config='{"method": "suffix", "num_speculative_tokens": 3}')
     assert options.speculative_config.method == "suffix" and options.speculative_config.choices == (3,)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_engine_process_gets_the_config(method):
+    """`dovetail serve` sends the options to another process, with every key of the config."""
+    msgspec = pytest.importorskip("msgspec")
+    options = EngineOptions(speculative_config={"method": method, "num_speculative_tokens": 3})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(options), type=EngineOptions) == options

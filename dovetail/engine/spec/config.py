@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from dovetail.core.errors import UnsupportedError, UserError
-from dovetail.core.option import check_name, check_options, option, options_of
+from dovetail.core.option import check_name, check_options, default_of, option, options_of
 
 Method = Literal["ngram", "suffix"]
 NOT_YET = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark", "medusa")  # vLLM's, which need draft weights
@@ -33,6 +33,7 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         check_options(self)
+        self._check_read()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise _refused(
                 "prompt_lookup_min",
@@ -63,15 +64,13 @@ class SpeculativeConfig:
             )
         for name in given:
             check_name(name, options_of(cls), {}, "speculative_config")
-        made = cls(**given)
-        made._check_read(given)
-        return made
+        return cls(**given)
 
-    def _check_read(self, given: Mapping[str, Any]) -> None:
-        """Refuse keys that the method does not read."""
+    def _check_read(self) -> None:
+        """Refuse keys that are set and that the method does not read."""
         for prefix, method in (("prompt_lookup_", "ngram"), ("suffix_decoding_", "suffix")):
-            for name in given:
-                if name.startswith(prefix) and self.method != method:
+            for name, value in vars(self).items():
+                if name.startswith(prefix) and self.method != method and value != default_of(type(self), name):
                     raise _refused(name, f"is read by method={method} only, got method={self.method}: leave it out")
 
     @property

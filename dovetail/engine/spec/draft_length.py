@@ -21,7 +21,7 @@ MARGIN = 1.05  # how much faster speculation must be
 
 @dataclass
 class _Rows:
-    """What is known of steps with one number of rows."""
+    """Hold the measurements of steps with one number of rows."""
 
     seconds: dict[int, float] = field(default_factory=dict)  # of a step, by its draft tokens; 0: a decode step
     measured: int = 0  # decode steps

@@ -9,7 +9,7 @@ from dovetail.engine.request.sequence import Sequence
 
 @dataclass
 class _Index:
-    """Where each n-gram of a sequence was last followed by a token."""
+    """Map each n-gram of a sequence to the position that followed it most recently."""
 
     done: int = 0  # tokens whose n-grams are in the index
     after: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> position of the token after it
