@@ -44,10 +44,36 @@ def forward(
     With `rows` [S] only the states of those tokens are returned, [S, D]: past its attention the last layer computes no
     others.
     """
-    hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows)
+    hidden, cache, _ = tapped(params, cfg, tokens, positions, ctx, cache, rows)
+    return hidden, cache
+
+
+def tapped(
+    params: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    ctx: Context,
+    cache: Cache | None = None,
+    rows: jax.Array | None = None,
+    taps: tuple[int, ...] = (),
+) -> tuple[jax.Array, Cache | None, jax.Array | None]:
+    """Run the model as `forward` does, and return the outputs of some layers too, for a draft model.
+
+    Entries of the cache past the layers' are returned as they are. With `rows`, the last layer cannot be tapped.
+
+    Returns:
+        The hidden states, the cache, and the outputs of the layers `taps` side by side, [..., len(taps) * D]; the tap
+        len(cfg.layers) is the hidden states themselves.
+    """
+    outputs = dict.fromkeys(taps)
+    hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows, outputs=outputs)
+    if len(cfg.layers) in outputs:
+        outputs[len(cfg.layers)] = hidden
+    seen = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else None
     if cache is None:
-        return hidden, None
-    return hidden, tuple(None if old is None else entries[i] for i, old in enumerate(cache))
+        return hidden, None, seen
+    return hidden, tuple(None if old is None else entries[i] for i, old in enumerate(cache)), seen
 
 
 def trunk(
@@ -89,8 +115,12 @@ def _run(
     rows: jax.Array | None = None,
     remat: str = "none",
     scan: bool = False,
+    outputs: dict[int, Any] | None = None,
 ) -> tuple[jax.Array, dict[int, Any], dict[int, RouterStats]]:
-    """Return the hidden states, every layer's entry of the cache, and the routers' statistics."""
+    """Return the hidden states, every layer's entry of the cache, and the routers' statistics.
+
+    The outputs of the layers that are keys of `outputs` are put there.
+    """
     x = by_token(ctx, embed(params, cfg, tokens, ctx.placement))
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers}
@@ -103,6 +133,8 @@ def _run(
         own = extra[..., i, :] if extra is not None else None
         last = rows if i == len(cfg.layers) - 1 else None
         stream, entries[i], dealt = run(p, stream, tables[layer.attn.rope], ctx, entry, own, last, cfg=cfg, layer=layer)
+        if outputs and i in outputs:
+            outputs[i] = stream.x if stream.pending is None else stream.x + stream.pending
         return stream, dealt
 
     stream, stats = Residual(x), {}

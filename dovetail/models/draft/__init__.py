@@ -1,0 +1,1 @@
+"""Draft models: small models that propose tokens for a target to verify."""
