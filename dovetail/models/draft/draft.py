@@ -69,7 +69,7 @@ class DraftModel(Protocol):
         params: Params,
         target: Target,
         tokens: jax.Array,
-        tapped: jax.Array,
+        tapped: jax.Array | None,
         ctx: Paged,
         cache: Cache,
         carried: Carried | None,
@@ -80,7 +80,7 @@ class DraftModel(Protocol):
             params: The draft model's weights.
             target: The target.
             tokens: [T].
-            tapped: [T, len(taps) * D], the taps side by side.
+            tapped: [T, len(taps) * D], the taps side by side; None without taps.
             ctx: The context of the target's call.
             cache: The draft model's pages.
             carried: The features before the rows' first tokens; None if `feature_dim` is 0.
@@ -98,6 +98,7 @@ class DraftModel(Protocol):
         ctx: Paged,
         cache: Cache,
         carried: jax.Array | None,
+        room: jax.Array,
         count: int,
         pick: Pick,
     ) -> tuple[jax.Array, Cache]:
@@ -107,9 +108,11 @@ class DraftModel(Protocol):
             params: The draft model's weights.
             target: The target.
             tokens: [S], each sequence's newest token.
-            ctx: Rows of one token: kv_lens is n + 1. The tables have pages up to position n + count.
+            ctx: Rows of one token: kv_lens is n + 1.
             cache: The draft model's pages. What is written from position n on is overwritten by the next `absorb`.
             carried: [S, F], the features of the tokens before the newest.
+            room: [S], the tokens that a row's pages have room for: nothing is written at this position or later. Rows
+                without room for `count` tokens do not use what is proposed for them.
             count: How many tokens to propose, at most `most`.
             pick: Chooses the tokens of a position from its logits, as the target's sampler will.
 
