@@ -29,7 +29,7 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.schedule.step_time import Pace
-from dovetail.engine.spec.draft_weights import draft_choices, draft_of, load_draft_of
+from dovetail.engine.spec.draft_weights import draft_choices, load_draft_of, open_draft_of
 from dovetail.engine.spec.speculator import speculator_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -71,7 +71,7 @@ def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
     """Raise UserError for options that do not fit this model; called before its weights are read."""
     page_size_for(options, _max_len(cfg, options.max_model_len))
     check_adapters(cfg, options)
-    draft_of(options, cfg)
+    open_draft_of(options, cfg)
 
 
 def build_engine(
@@ -329,7 +329,8 @@ def abstract_engine(cfg: ModelConfig, options: EngineOptions, devices: Sequence[
             param="tensor_parallel_size",
         )
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
-    draft = draft_of(options, cfg)
+    opened = open_draft_of(options, cfg)
+    draft = opened.draft if opened else None
     programs = programs_for(cfg, options, compute, placement, devices[0], draft)
     params = _abstract_params(serving_spec(cfg, placement), compute.dtype, placement)
     params = with_adapters(params, cfg, options, compute.dtype, placement)

@@ -58,7 +58,7 @@ def follow(
         params: The weights.
         cfg: The target.
         tokens: [T].
-        seen: [T, len(taps) * D], the outputs of the tapped layers.
+        seen: [T, len(taps) * D], the outputs of the tapped layers; None without taps.
         ctx: The context of the call.
         cache: The pages.
         features: The features of earlier calls.
@@ -69,6 +69,7 @@ def follow(
         The pages and the features with the new tokens.
     """
     own = len(cfg.layers)
+    seen = jnp.zeros((tokens.shape[0], 0)) if seen is None else seen
     starts = ctx.kv_lens - jnp.diff(ctx.cu_q_lens)
     carried = None
     if features is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dovetail.core.errors import CheckpointError
@@ -9,12 +10,20 @@ from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.spec.config import DRAFT_TOKENS
-from dovetail.io.draft_folder import load_draft, read_draft
+from dovetail.io.draft_folder import DraftCheckpoint, open_draft
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
 
 
-def draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftModel | None:
+def with_own_draft(options: EngineOptions, model: str) -> EngineOptions:
+    """Return the options with the served model as the draft model of method mtp, if they name none."""
+    config = options.speculative_config
+    if config is None or config.model or not config.has_weights:
+        return options
+    return replace(options, speculative_config=replace(config, model=model))
+
+
+def open_draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftCheckpoint | None:
     """Return the draft model of these options without reading a weight; None if they name none.
 
     Raises:
@@ -23,25 +32,22 @@ def draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftModel | None:
     config = options.speculative_config
     if config is None or not config.has_weights:
         return None
-    draft = read_draft(config.model, cfg, config.method)
-    most = config.num_speculative_tokens
-    if most is not None and most > draft.most:
+    opened, most = open_draft(config.model, cfg, config.method), config.num_speculative_tokens
+    if most is not None and most > opened.draft.most:
         raise CheckpointError(
-            f"`speculative_config.num_speculative_tokens` must be at most {draft.most}, which {config.model} proposes, "
-            f"got {most}",
+            f"`speculative_config.num_speculative_tokens` must be at most {opened.draft.most}, which {config.model} "
+            f"proposes, got {most}",
             param="speculative_config.num_speculative_tokens",
         )
-    return draft
+    return opened
 
 
 def load_draft_of(
     options: EngineOptions, cfg: ModelConfig, dtype: Any, placement: Placement | None
 ) -> tuple[DraftModel | None, Params | None]:
     """Return the draft model of these options and its weights; None and None if they name none."""
-    draft = draft_of(options, cfg)
-    if draft is None:
-        return None, None
-    return draft, load_draft(options.speculative_config.model, draft, dtype, placement)
+    opened = open_draft_of(options, cfg)
+    return (opened.draft, opened.read(dtype, placement)) if opened else (None, None)
 
 
 def draft_choices(options: EngineOptions, draft: DraftModel | None) -> tuple[int, ...]:

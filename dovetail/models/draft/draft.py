@@ -69,7 +69,7 @@ class DraftModel(Protocol):
         params: Params,
         target: Target,
         tokens: jax.Array,
-        tapped: jax.Array | None,
+        tapped: jax.Array,
         ctx: Paged,
         cache: Cache,
         carried: Carried | None,
@@ -80,7 +80,7 @@ class DraftModel(Protocol):
             params: The draft model's weights.
             target: The target.
             tokens: [T].
-            tapped: [T, len(taps) * D], the taps side by side; None without taps.
+            tapped: [T, len(taps) * D], the taps side by side.
             ctx: The context of the target's call.
             cache: The draft model's pages.
             carried: The features before the rows' first tokens; None if `feature_dim` is 0.

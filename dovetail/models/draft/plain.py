@@ -42,7 +42,7 @@ class PlainDraft:
         params: Params,
         target: Target,
         tokens: jax.Array,
-        tapped: jax.Array | None,
+        tapped: jax.Array,
         ctx: Paged,
         cache: Cache,
         carried: Carried | None,
