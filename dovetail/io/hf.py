@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -45,8 +45,12 @@ class StoredPart:
 
 def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[StoredPart]]:
     """Return the parts of our weights by stored tensor name; with `mtp`, those of models.mtp too."""
+    return _parts(_specs(cfg, mtp))
+
+
+def _parts(specs: Any) -> dict[str, list[StoredPart]]:
     table: dict[str, list[StoredPart]] = {}
-    for path, leaf in leaves(_specs(cfg, mtp)):
+    for path, leaf in leaves(specs):
         for i, name in enumerate(leaf.stored.names):
             table.setdefault(name, []).append(StoredPart(path, leaf, i if len(leaf.stored.names) > 1 else None))
     return table
@@ -54,32 +58,62 @@ def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[StoredPart
 
 def match_names(source: TensorSource, cfg: ModelConfig, where: str, mtp: bool = False) -> dict[str, str]:
     """Return the checkpoint's own name for each name of our table; list every disagreement in one CheckpointError."""
-    table, found = name_table(cfg, mtp), source.tensors()
-    later = "|".join(str(i) for i in _mtp_layers(found, cfg))
-    unused = [*family_of(cfg).unused, rf"model\.layers\.({later})\..*"]
+    later = "|".join(str(i) for i in _mtp_layers(source.tensors(), cfg))
+    unused = [*family_of(cfg).unused, rf"model\.layers\.({later})\..*", r"mtp\..*"]
+    unused += [r"lm_head\.weight"] if cfg.tied else []
+    fits = f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers)."
+    return match_specs(source, _specs(cfg, mtp), fits, unused, text_name)
+
+
+def match_specs(
+    source: TensorSource,
+    specs: Any,
+    refusal: str,
+    unused: Iterable[str] = (),
+    plain: Callable[[str], str] = str,
+) -> dict[str, str]:
+    """Return the checkpoint's own name for each stored name of a tree of specs.
+
+    Args:
+        source: The checkpoint.
+        specs: The tree.
+        refusal: The first sentence of the error.
+        unused: Patterns of tensors that may be there and are not read.
+        plain: Maps a checkpoint's name to the specs' name for it.
+
+    Raises:
+        CheckpointError: The names, shapes or types differ; every difference is listed.
+    """
+    table, found, unused = _parts(specs), source.tensors(), list(unused)
     names: dict[str, str] = {}
     unmapped, repeated = [], []
     for stored in found:
-        name = _text_tower(stored)
+        name = plain(stored)
         if name in names:
             repeated.append(f"{names[name]} and {stored}")
         elif name in table:
             names[name] = stored
-        elif not (cfg.tied and name == "lm_head.weight") and not any(re.fullmatch(p, name) for p in unused):
+        elif not any(re.fullmatch(p, name) for p in unused):
             unmapped.append(stored)
     problems = [("missing", [n for n in table if n not in names]), ("not of this model", unmapped)]
     wrong, coded = [], []
     for name, stored in names.items():
-        expected, (shape, dtype) = table[name][0].spec.stored.shape, found[stored]
-        if shape != expected:
-            wrong.append(f"{stored} {list(shape)}, expected {list(expected)}")
-        if np.dtype(dtype) not in FLOATS:
+        leaf, (shape, dtype) = table[name][0].spec, found[stored]
+        if shape != leaf.stored.shape:
+            wrong.append(f"{stored} {list(shape)}, expected {list(leaf.stored.shape)}")
+        if not _has_kind(leaf, np.dtype(dtype)):
             coded.append(f"{stored} {np.dtype(dtype).name}")
     problems += [("of another shape", wrong), ("stored twice", repeated), ("not plain floats", coded)]
     report = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems if items)
     if report:
-        raise CheckpointError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
+        raise CheckpointError(f"{refusal} {report}")
     return names
+
+
+def _has_kind(leaf: ParamSpec, dtype: np.dtype) -> bool:
+    """Return whether a tensor of this type may be stored for a weight: a float, or an integer for a table of them."""
+    is_table = leaf.dtype is not None and np.dtype(leaf.dtype).kind == "i"
+    return dtype.kind == "i" if is_table else dtype in FLOATS
 
 
 def read_params(
@@ -104,7 +138,20 @@ def read_params(
         mtp: Also read the weights of multi-token prediction, under `mtp` (see `has_mtp`).
         convert: Called with each path, spec and weight; its result replaces the weight, so that only one exists twice.
     """
-    names, specs = match_names(source, cfg, where, mtp), _specs(cfg, mtp)
+    names = match_names(source, cfg, where, mtp)
+    return read_specs(source, _specs(cfg, mtp), names, dtype, placement, progress, convert)
+
+
+def read_specs(
+    source: TensorSource,
+    specs: Any,
+    names: dict[str, str],
+    dtype: Any,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+    convert: Callable[[str, ParamSpec, jax.Array], Any] | None = None,
+) -> Params:
+    """Read the weights of a tree of specs, whose names in the checkpoint are `names`, as `read_params` does."""
     treedef = jax.tree.structure(specs, is_leaf=is_spec)
     total, done, arrays = num_bytes(specs, dtype), 0, []
     for path, leaf in leaves(specs):
@@ -147,10 +194,15 @@ def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dty
 def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield (name, bytes, array) for every tensor of a checkpoint with these weights."""
     mtp = "mtp" in params
-    flat = {path: array for (path, _), array in zip(leaves(_specs(cfg, mtp)), jax.tree.leaves(params), strict=True)}
-    table = name_table(cfg, mtp)
+    yield from write_specs(_specs(cfg, mtp), params, _copies(cfg, mtp))
+
+
+def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yield (name, bytes, array) for every tensor of a tree of specs, and for copies of some under other names."""
+    flat = {path: array for (path, _), array in zip(leaves(specs), jax.tree.leaves(params), strict=True)}
+    table = _parts(specs)
     host: dict[str, np.ndarray] = {}
-    for name, parts in [*table.items(), *((copy, table[name]) for copy, name in _copies(cfg, mtp).items())]:
+    for name, parts in [*table.items(), *((copy, table[name]) for copy, name in copies.items())]:
         stored = parts[0].spec.stored
         # experts' tensors come weight after weight: keep the few weights that the current names share
         host = {p.path: host[p.path] if p.path in host else np.asarray(flat[p.path]) for p in parts}
@@ -172,7 +224,7 @@ def stored_bytes(cfg: ModelConfig, params: Params) -> int:
 
 def has_mtp(source: TensorSource) -> bool:
     """Return whether the checkpoint has weights of multi-token prediction."""
-    return any(MTP.fullmatch(_text_tower(name)) for name in source.tensors())
+    return any(MTP.fullmatch(text_name(name)) for name in source.tensors())
 
 
 def _specs(cfg: ModelConfig, mtp: bool) -> dict[str, Any]:
@@ -183,7 +235,7 @@ def _copies(cfg: ModelConfig, mtp: bool) -> dict[str, str]:
     return mtp_copies(cfg) if mtp else {}
 
 
-def _text_tower(name: str) -> str:
+def text_name(name: str) -> str:
     """Return a tensor's name without the prefix of the text model in models of text and images."""
     name = re.sub(r"^language_model\.model\.|^model\.language_model\.(model\.)?", "model.", name)
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
@@ -195,5 +247,5 @@ def _mtp_layers(found: Iterable[str], cfg: ModelConfig) -> set[int]:
     They are stored after the last layer: as many as the config says, and any that has such a layer's projection.
     """
     last, count = len(cfg.layers), cfg.to_hf().get("num_nextn_predict_layers") or 0
-    marked = {int(match[1]) for name in found if (match := MTP.fullmatch(_text_tower(name)))}
+    marked = {int(match[1]) for name in found if (match := MTP.fullmatch(text_name(name)))}
     return {*range(last, last + count), *(i for i in marked if i >= last)}

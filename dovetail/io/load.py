@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -179,21 +180,27 @@ def save(
     dst: str | Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, max_shard_bytes: int = 4 * 2**30
 ) -> None:
     """Write a folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
-    dst = Path(dst)
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
-    try:
+    with whole_folder(Path(dst)) as folder:
         dtype = params["embed"].dtype
         hf = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
         if "mtp" in params:  # tells readers of the folder that layers follow the last
             hf["num_nextn_predict_layers"] = len(params["mtp"])
-        (beside / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+        (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
         total = stored_bytes(cfg, params)
-        for _ in write_shards(beside, write_tensors(cfg, params), total, max_shard_bytes):
+        for _ in write_shards(folder, write_tensors(cfg, params), total, max_shard_bytes):
             pass
         if tokenizer:
-            tokenizer.save(beside)
+            tokenizer.save(folder)
+
+
+@contextlib.contextmanager
+def whole_folder(dst: Path) -> Iterator[Path]:
+    """Yield a new folder that becomes `dst`, which must not exist or be empty; remove it after an error."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
+    try:
+        yield beside
         beside.chmod(0o777 & ~umask())  # mkdtemp's is 0700
         if dst.exists():
             dst.rmdir()  # only ever an empty folder

@@ -63,7 +63,8 @@ def finish(f: Fields, layers: list[Layer], eos: Any = (), dropout: bool = False,
     )
     if not dropout:
         f.only("attention_dropout", 0.0)
-    f.skip("attention_dropout", "num_hidden_layers", "num_nextn_predict_layers")  # the last is read by models.mtp
+    f.skip("attention_dropout", "num_hidden_layers")
+    f.skip("num_nextn_predict_layers", "mtp_num_hidden_layers")  # read by models.mtp
     f.done()
     return replace(config, **more)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.spec import ParamSpec, Stored
-from dovetail.core.types import Batch, Packed, Params
+from dovetail.core.types import Batch, Context, Packed, Params
 from dovetail.models.block import Residual, block, norm
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
@@ -32,7 +32,8 @@ from dovetail.ops.moe import RouterStats
 
 def mtp_depth(cfg: ModelConfig) -> int:
     """Return how many tokens further ahead are predicted: the number of layers in config.json, else one."""
-    return int(cfg.to_hf().get("num_nextn_predict_layers") or 1)
+    hf = cfg.to_hf()
+    return int(hf.get("num_nextn_predict_layers") or hf.get("mtp_num_hidden_layers") or 1)
 
 
 def mtp_layer(cfg: ModelConfig) -> Layer:
@@ -116,8 +117,6 @@ def mtp_hidden(
         ctx: The attention context.
         run: block.block, or that with rematerialisation.
     """
-    layer = mtp_layer(cfg)
-    table = layer.attn.rope.tables(batch.positions) if layer.attn.rope else ()
     found = []
     for k, p in enumerate(params["mtp"], start=1):
         # On the way back the layers below wait for this depth's gradients, and its weights are gathered here: XLA else
@@ -125,11 +124,41 @@ def mtp_hidden(
         # a depth).
         hidden, p = jax.lax.optimization_barrier((hidden, p))
         later = ahead(batch, k)
-        token = norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens, ctx.placement))
-        # the token's half is first in checkpoints and second in the paper's equation
-        both = jnp.concatenate([token, norm(p["hidden_norm"], cfg, hidden)], axis=-1)
-        x = matmul(both, p["proj"])
-        stream, _, stats = run(p["block"], Residual(x), table, ctx, None, None, cfg=cfg, layer=layer)
-        hidden = stream.add_and_norm(None, p["norm"], cfg, ctx)[1]
+        token = embed(params, cfg, later.tokens, ctx.placement)
+        hidden, _, stats = mtp_step(p, cfg, token, hidden, batch.positions, ctx, None, run)
         found.append((hidden, later, stats))
     return found
+
+
+def mtp_step(
+    p: Params,
+    cfg: ModelConfig,
+    token: jax.Array,
+    hidden: jax.Array,
+    positions: jax.Array,
+    ctx: Context,
+    entry: Any,
+    run: Callable = block,
+) -> tuple[jax.Array, Any, RouterStats | None]:
+    """Run one depth.
+
+    Args:
+        p: The depth's weights.
+        cfg: The model.
+        token: Embeddings [..., D] of the later tokens.
+        hidden: The states [..., D] of the depth before.
+        positions: [...], those of `hidden`.
+        ctx: The attention context.
+        entry: The depth's entry of the cache.
+        run: See `mtp_hidden`.
+
+    Returns:
+        The states to unembed, the entry of the cache, and the router's statistics.
+    """
+    layer = mtp_layer(cfg)
+    table = layer.attn.rope.tables(positions) if layer.attn.rope else ()
+    # the token's half is first in checkpoints and second in the paper's equation
+    both = jnp.concatenate([norm(p["embed_norm"], cfg, token), norm(p["hidden_norm"], cfg, hidden)], axis=-1)
+    x = matmul(both, p["proj"])
+    stream, entry, stats = run(p["block"], Residual(x), table, ctx, entry, None, None, cfg=cfg, layer=layer)
+    return stream.add_and_norm(None, p["norm"], cfg, ctx)[1], entry, stats

@@ -67,13 +67,17 @@ def read_config(path: str | Path) -> ModelConfig:
             f"train it further with model=BASE and from_adapter={path}"
         )
     path = path / "config.json" if path.is_dir() else path
+    return parse_config(read_json(path), str(path))
+
+
+def read_json(path: Path) -> Any:
+    """Return the contents of a config.json."""
     if not path.exists():
         raise MissingFileError(f"{path} does not exist: a model folder needs a config.json")
     try:
-        hf = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not even text
         raise UserError(f"{path} is not valid JSON: {error}") from error
-    return parse_config(hf, str(path))
 
 
 def shipped_models() -> tuple[str, ...]:
