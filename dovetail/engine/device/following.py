@@ -116,7 +116,8 @@ def propose(
     """
     own, S = len(cfg.layers), tokens.shape[0]
     drafted = jnp.maximum(jnp.diff(ctx.cu_q_lens) - 1, 0)
-    rows = replace(ctx, kv_lens=ctx.kv_lens - drafted, cu_q_lens=jnp.minimum(jnp.arange(S + 1), ctx.num_seqs[0]))
+    first = jnp.minimum(jnp.arange(S + 1), ctx.num_seqs[0])
+    rows = replace(ctx, block_tables=_safe(ctx, cache[own]), kv_lens=ctx.kv_lens - drafted, cu_q_lens=first)
     bare = replace(inputs, top_logprobs=jnp.full_like(inputs.top_logprobs, -1))
 
     def pick(j: int, logits: jax.Array) -> jax.Array:
@@ -124,7 +125,14 @@ def propose(
 
     carried = features.values[slots] if features is not None else None
     target = Target(params, cfg)
-    found, pages = draft.draft(
-        params["draft"], target, tokens, rows, cache[own:], carried, ctx.kv_lens, count, pick
-    )  # fmt: skip
+    found, pages = draft.draft(params["draft"], target, tokens, rows, cache[own:], carried, count, pick)
     return found, (*cache[:own], *pages)
+
+
+def _safe(ctx: Paged, pages: jax.Array) -> jax.Array:
+    """Return the rows' tables with the scratch page where a row has no page of its own.
+
+    The table of a slot still has pages of earlier sequences there, which may belong to others now.
+    """
+    starts = jnp.arange(ctx.block_tables.shape[1]) * pages.shape[1]
+    return jnp.where(starts < ctx.kv_lens[:, None], ctx.block_tables, pages.shape[0] - 1)

@@ -31,7 +31,7 @@ from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
 from dovetail.engine.schedule.plan import StepDemand, StepLimits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
-from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
 from dovetail.models.draft.draft import DraftModel
 from dovetail.ops.dispatch import compile_options
@@ -148,20 +148,19 @@ class Programs:
         return [self.absent] if self.absent else jax.devices()[:1]
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Return the layers that have pages: the model's, then the draft model's."""
-        return self.cfg.layers + (self.draft.layers if self.draft else ())
-
-    @property
     def features(self) -> Any:
         """Return the abstract arrays of the draft model's features."""
         return abstract_features(self.draft, self.buckets.max_rows, self.compute.dtype, self.everywhere)
 
     def pages(self, count: int) -> Any:
-        """Return the abstract arrays of a pool of `count` pages."""
-        where = self.placement, self.platform
+        """Return the abstract arrays of a pool of `count` pages, the model's and then the draft model's.
+
+        The latter has a page more, for draft tokens of rows that have no pages for them.
+        """
+        kinds = [(self.cfg.layers, count)] + ([(self.draft.layers, count + 1)] if self.draft else [])
+        shape = self.page_size, self.compute.dtype, self.placement, self.platform
         with self.device_kind():
-            return self._abstract(abstract_cache(self.layers, count, self.page_size, self.compute.dtype, *where))
+            return self._abstract(sum((abstract_cache(layers, n, *shape) for layers, n in kinds), ()))
 
     def of(self, shape: Shape, params: Any, cache: Any) -> StepProgram:
         """Return the program of a shape with these weights and pages, which may be abstract."""

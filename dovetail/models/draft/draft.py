@@ -98,7 +98,6 @@ class DraftModel(Protocol):
         ctx: Paged,
         cache: Cache,
         carried: jax.Array | None,
-        room: jax.Array,
         count: int,
         pick: Pick,
     ) -> tuple[jax.Array, Cache]:
@@ -108,11 +107,9 @@ class DraftModel(Protocol):
             params: The draft model's weights.
             target: The target.
             tokens: [S], each sequence's newest token.
-            ctx: Rows of one token: kv_lens is n + 1.
+            ctx: Rows of one token: kv_lens is n + 1. Where a row has no pages, its table has a page that nobody reads.
             cache: The draft model's pages. What is written from position n on is overwritten by the next `absorb`.
             carried: [S, F], the features of the tokens before the newest.
-            room: [S], the tokens that a row's pages have room for: nothing is written at this position or later. Rows
-                without room for `count` tokens do not use what is proposed for them.
             count: How many tokens to propose, at most `most`.
             pick: Chooses the tokens of a position from its logits, as the target's sampler will.
 

@@ -61,14 +61,13 @@ class PlainDraft:
         ctx: Paged,
         cache: Cache,
         carried: jax.Array | None,
-        room: jax.Array,
         count: int,
         pick: Pick,
     ) -> tuple[jax.Array, Cache]:
         """Propose tokens (see DraftModel.draft)."""
         found = []
         for j in range(count):
-            here = replace(ctx, kv_lens=jnp.minimum(ctx.kv_lens + j, room))
+            here = replace(ctx, kv_lens=ctx.kv_lens + j)
             hidden, new = forward(params, self.cfg, tokens, here.kv_lens - 1, here, cache)
             assert new is not None
             cache, tokens = new, pick(j, unembed(params, self.cfg, hidden))
