@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import Progress
-from dovetail.core.spec import leaves
+from dovetail.core.spec import init, leaves
 from dovetail.core.types import Params
 from dovetail.io.hf import TensorSource, match_names, match_specs, read_specs, text_name, write_specs
 from dovetail.io.hub import resolve
@@ -41,7 +42,7 @@ class DraftCheckpoint:
     """Hold a draft model whose weights have not been read."""
 
     draft: DraftModel
-    source: TensorSource
+    source: TensorSource | None  # None: random weights
     names: dict[str, str]  # of its tensors, by the names of its spec
 
     def read(self, dtype: Any, placement: Placement | None = None, progress: Progress | None = None) -> Params:
@@ -52,24 +53,30 @@ class DraftCheckpoint:
             placement: The mesh and its rules; None for one device.
             progress: Called with a name, the bytes done and all bytes.
         """
-        return read_specs(self.source, self.draft.spec(), self.names, dtype, placement, progress)
+        specs = self.draft.spec()
+        if self.source is None:
+            return init(specs, jax.random.key(0), dtype, shardings=placement.shardings(specs) if placement else None)
+        return read_specs(self.source, specs, self.names, dtype, placement, progress)
 
 
-def open_draft(path_or_name: str | Path, target: ModelConfig, method: str | None = None) -> DraftCheckpoint:
+def open_draft(
+    path_or_name: str | Path, target: ModelConfig, method: str | None = None, dummy: bool = False
+) -> DraftCheckpoint:
     """Open a draft model: a folder, a hub id or, if it is an ordinary model, all that `load` takes.
 
     Args:
         path_or_name: The draft model; with method mtp perhaps the target itself, whose own layers are used.
         target: The model that it drafts for.
         method: The kind of draft model, in vLLM's words; None for what its config.json says.
+        dummy: Whether to use its config.json alone, with random weights.
 
     Raises:
         CheckpointError: It is a draft for another model or of another kind, or its weights do not match its config.
         UserError: There is no such model, or its config is not supported.
     """
     path = resolve(path_or_name)
-    where, is_gguf = str(path), path.suffix == ".gguf"
-    kind = PLAIN if is_gguf else draft_kind(hf := read_json(path / "config.json"), where)
+    where, hf = str(path), {} if path.suffix == ".gguf" else read_json(path / "config.json")
+    kind = draft_kind(hf, where)
     if method == "mtp" and kind == PLAIN:
         return _open_mtp(path, target)
     if method not in (None, kind):
@@ -77,6 +84,8 @@ def open_draft(path_or_name: str | Path, target: ModelConfig, method: str | None
             f"`speculative_config.method` must be {kind}, which {where} is, got {method!r}",
             param="speculative_config.method",
         )
+    if dummy:
+        return DraftCheckpoint(parse_draft(hf, target, where), None, {})
     if kind == PLAIN:
         source, cfg, _ = open_checkpoint(path)
         return DraftCheckpoint(plain_draft(cfg, target, where), source, match_names(source, cfg, where))

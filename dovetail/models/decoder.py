@@ -66,7 +66,7 @@ def tapped(
         The hidden states, the cache, and the outputs of the layers `taps` side by side, [..., len(taps) * D]; the tap
         len(cfg.layers) is the hidden states themselves.
     """
-    outputs = dict.fromkeys(taps)
+    outputs: dict[int, Any] = dict.fromkeys(taps)
     hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows, outputs=outputs)
     if len(cfg.layers) in outputs:
         outputs[len(cfg.layers)] = hidden

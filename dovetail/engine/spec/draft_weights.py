@@ -32,7 +32,8 @@ def open_draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftCheckpoint |
     config = options.speculative_config
     if config is None or not config.has_weights:
         return None
-    opened, most = open_draft(config.model, cfg, config.method), config.num_speculative_tokens
+    dummy, most = options.load_format == "dummy", config.num_speculative_tokens
+    opened = open_draft(config.model, cfg, config.method, dummy)
     if most is not None and most > opened.draft.most:
         raise CheckpointError(
             f"`speculative_config.num_speculative_tokens` must be at most {opened.draft.most}, which {config.model} "
