@@ -86,7 +86,7 @@ def edit(args) -> None:
     for method, keys in methods.items():
         config = {**keys, "num_speculative_tokens": args.drafts}
         engines[method] = LLM(args.model, max_num_seqs=1, max_model_len=2048, speculative_config=config)
-        runner, choices = engines[method].runner, engines[method].options.speculative_config.choices
+        runner, choices = engines[method].runner, engines[method].runner.buckets.drafts
         runner.steps.all([runner.buckets.verify(1, each) for each in choices])
     tokenizer = engines["none"].tokenizer
     prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])

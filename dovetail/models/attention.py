@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec
 from dovetail.core.types import Context, Params
-from dovetail.ops.attention import attend, rotate_store, split_heads, store
+from dovetail.ops.attention import attend, rotate_store, split_heads
+from dovetail.ops.attention import store as store_pages
 from dovetail.ops.dispatch import page_row, rotates_and_stores
 from dovetail.ops.linear import is_joined, joined_matmul, matmul, matmuls
 from dovetail.ops.norm import rms_norm
@@ -79,16 +80,25 @@ class Attention:
 
         Eps and offset are the norms'.
         """
+        q, entry = self.store(p, x, table, ctx, entry, eps, offset)
+        return self.attend(p, q, ctx, entry, self.window), entry
+
+    def store(
+        self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
+    ) -> tuple[jax.Array, Any]:
+        """Do as `project_and_store`, with one kernel where there is one."""
         in_one = is_joined(p, self.projections) and "v" in self.projections
-        if in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm):
-            qkv = joined_matmul(x, p, self.projections)
-            assert qkv is not None and qkv.shape[-3] == 1
-            norms = (p["q_norm"], p["k_norm"]) if self.qk_norm else None
-            q, entry = rotate_store(ctx, entry, qkv.reshape(*x.shape[:-1], *qkv.shape[-2:]), table, norms, eps, offset)
-        else:
-            q, entry = self.project_and_store(p, x, table, ctx, entry, eps, offset)
+        if not (in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm)):
+            return self.project_and_store(p, x, table, ctx, entry, eps, offset)
+        qkv = joined_matmul(x, p, self.projections)
+        assert qkv is not None and qkv.shape[-3] == 1
+        norms = (p["q_norm"], p["k_norm"]) if self.qk_norm else None
+        return rotate_store(ctx, entry, qkv.reshape(*x.shape[:-1], *qkv.shape[-2:]), table, norms, eps, offset)
+
+    def attend(self, p: Params, q: jax.Array, ctx: Context, entry: Any, window: int | None) -> jax.Array:
+        """Map queries [..., N, H] to every head's output [..., N, H]."""
         of_pages = dict(sinks=p.get("sinks"), kv_heads=self.kv_heads)
-        return attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, **of_pages), entry
+        return attend(ctx, q, entry, scale=self.scale, window=window, softcap=self.softcap, **of_pages)
 
     def project_and_store(
         self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
@@ -99,7 +109,7 @@ class Attention:
         if kv:
             k, v = kv[0], kv[-1]
             k = self._turned(self._normed(k, p.get("k_norm"), eps, offset), table)
-            entry = store(ctx, entry, k, rms_norm(v, None, eps) if self.v_norm else v)
+            entry = store_pages(ctx, entry, k, rms_norm(v, None, eps) if self.v_norm else v)
         return q, entry
 
     def _turned(self, x: jax.Array, table: tuple) -> jax.Array:

@@ -1,0 +1,196 @@
+"""DFlash and DSpark: drafters that propose a whole block of tokens in one forward pass.
+
+The context's keys and values come from outputs of the target's layers (DFlash, arXiv 2602.06036):
+
+    C = norm(fc(taps));  K = k_norm(W_k [C; norm(x)]),  V = W_v [C; norm(x)] in every layer
+
+The block is the newest token and mask tokens after it; its slots see each other and the context. Embedding and head are
+the target's. DSpark (arXiv 2607.05147) predicts from the newest token's slot too, and adds W2 W1[previous token] to the
+logits, so that only this small product is sequential.
+
+T tokens of a call, S sequences, W slots, D model dim, V the target's vocabulary, U the drafter's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.spec import ParamSpec, Stored, tree_map
+from dovetail.core.types import Cache, Context, Paged, Params
+from dovetail.models.block import Residual, block
+from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.decoder import embed
+from dovetail.models.draft.block_attention import whole_blocks
+from dovetail.models.draft.draft import Carried, Pick, Target
+from dovetail.models.registry import FAMILIES
+from dovetail.models.spec import layer_spec
+from dovetail.ops.linear import matmul
+from dovetail.ops.norm import rms_norm
+from dovetail.ops.paged import token_rows
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """Describe a block drafter (see DraftModel). With `markov_rank` it is a DSpark drafter.
+
+    A confidence head is part of published DSpark checkpoints and is not read: the engine chooses the number of draft
+    tokens by the acceptance that it observes.
+    """
+
+    cfg: ModelConfig  # the drafter's layers and norms; `vocab` is the target's
+    taps: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    draft_vocab: int  # U; V for a drafter with the target's own head
+    sample_from_anchor: bool = False  # whether the newest token's slot predicts too
+    markov_rank: int = 0
+    source: str = "{}"  # the config.json that it was read from
+
+    feature_dim = 0
+    # tensors of published checkpoints that are not read: copies of the target's, what follows from d2t, and a head
+    # that estimates the acceptance
+    unused = (r"embed_tokens\.weight", r"verifier_.*", r"t2d", r"confidence_head\..*")
+
+    def __hash__(self) -> int:
+        return hash((self.source, self.cfg))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers that keep pages."""
+        return self.cfg.layers
+
+    @property
+    def most(self) -> int:
+        """Return the most draft tokens of one call."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def own_head(self) -> bool:
+        """Return whether the drafter has a head of its own, of a part of the vocabulary."""
+        return self.draft_vocab != self.cfg.vocab
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def spec(self) -> dict[str, Any]:
+        """Return the tree of the drafter's own weights, with their published names."""
+        D, V, U = self.cfg.dim, self.cfg.vocab, self.draft_vocab
+        layers = tuple(layer_spec(self.cfg, FAMILIES["qwen3"], layer, i) for i, layer in enumerate(self.layers))
+        tree: dict[str, Any] = {
+            "fc": _declare("fc.weight", (D, len(self.taps) * D), ("embed", None)),
+            "hidden_norm": _declare("hidden_norm.weight", (D,), (None,), init="ones", active=0.0),
+            "layers": tree_map(_without_prefix, layers),
+            "norm": _declare("norm.weight", (D,), (None,), init="ones", active=0.0),
+        }
+        if self.own_head:
+            tree["head"] = _declare("lm_head.weight", (U, D), ("vocab", "embed"))
+            tree["d2t"] = _declare("d2t", (U,), (None,), init="zeros", active=0.0, dtype="int32")
+        if self.markov_rank:
+            w1 = _declare("markov_head.markov_w1.weight", (V, self.markov_rank), ("vocab", None), active=0.0)
+            w2 = _declare("markov_head.markov_w2.weight", (U, self.markov_rank), ("vocab", None))
+            tree["markov"] = {"w1": w1, "w2": w2}
+        return tree
+
+    # --- serving ------------------------------------------------------------------------------------------------------
+
+    def absorb(
+        self,
+        params: Params,
+        target: Target,
+        tokens: jax.Array,
+        tapped: jax.Array,
+        ctx: Paged,
+        cache: Cache,
+        carried: Carried | None,
+    ) -> tuple[Cache, None]:
+        """Store the context's keys and values of a call of the target."""
+        context, table = self.context(params, tapped), self._table(ctx, tokens.shape[0])
+        entries = []
+        for layer, p, entry in zip(self.layers, params["layers"], cache, strict=True):
+            entries.append(layer.attn.store(p["attn"], context, table, ctx, entry, self.cfg.norm_eps, 0.0)[1])
+        return tuple(entries), None
+
+    def draft(
+        self,
+        params: Params,
+        target: Target,
+        tokens: jax.Array,
+        ctx: Paged,
+        cache: Cache,
+        carried: jax.Array | None,
+        count: int,
+        pick: Pick,
+    ) -> tuple[jax.Array, Cache]:
+        """Propose `count` tokens after each sequence's newest one; only the slots that they need are computed."""
+        slots = count + (not self.sample_from_anchor)
+        ctx = whole_blocks(ctx, slots)
+        x = self.embed_blocks(target, tokens, slots, ctx).reshape(-1, self.cfg.dim)
+        hidden, cache = self.forward(params, x, self._table(ctx, x.shape[0]), ctx, cache)
+        hidden = hidden.reshape(len(tokens), slots, -1)[:, slots - count :]
+        logits = matmul(hidden, self.head(params, target), out_dtype=jnp.float32)
+        drafts, previous = [], tokens
+        for j in range(count):
+            own = logits[:, j] + self.markov_bias(params, previous) if self.markov_rank else logits[:, j]
+            previous = pick(j, self._in_target_vocab(params, own))
+            drafts.append(previous)
+        return jnp.stack(drafts), cache
+
+    def _table(self, ctx: Paged, num_tokens: int) -> tuple:
+        rope = self.layers[0].attn.rope
+        assert rope is not None
+        return rope.tables(token_rows(ctx, num_tokens)[1])
+
+    def _in_target_vocab(self, params: Params, logits: jax.Array) -> jax.Array:
+        """Return logits [S, U] as [S, V]; a token that the drafter does not know is never chosen."""
+        if not self.own_head:
+            return logits
+        everywhere = jnp.full((logits.shape[0], self.cfg.vocab), -jnp.inf)
+        return everywhere.at[:, target_ids(params["d2t"])].set(logits)
+
+    # --- parts that serving and training share ------------------------------------------------------------------------
+
+    def context(self, params: Params, tapped: jax.Array) -> jax.Array:
+        """Return C [..., D] from the tapped outputs [..., len(taps) * D]."""
+        return rms_norm(matmul(tapped, params["fc"]), params["hidden_norm"], self.cfg.norm_eps)
+
+    def embed_blocks(self, target: Target, anchors: jax.Array, slots: int, ctx: Context) -> jax.Array:
+        """Return the inputs [..., W, D] of blocks that start with the tokens `anchors` [...]."""
+        masks = jnp.full((*anchors.shape, slots - 1), self.mask_token_id, anchors.dtype)
+        return embed(target.params, self.cfg, jnp.concatenate([anchors[..., None], masks], axis=-1), ctx.placement)
+
+    def forward(
+        self, params: Params, x: jax.Array, table: tuple, ctx: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """Run the layers on blocks x [..., D] -> (the last norm's output, the pages with the blocks' tokens)."""
+        stream, entries = Residual(x), []
+        for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
+            entry = None if cache is None else cache[i]
+            stream, entry, _ = block(p, stream, table, ctx, entry, None, cfg=self.cfg, layer=layer)
+            entries.append(entry)
+        return stream.add_and_norm(None, params["norm"], self.cfg, ctx)[1], tuple(entries)
+
+    def head(self, params: Params, target: Target) -> Any:
+        """Return the head [U, D]: the drafter's own, or the target's."""
+        return params["head"] if self.own_head else target.params["embed" if target.cfg.tied else "head"]
+
+    def markov_bias(self, params: Params, previous: jax.Array) -> jax.Array:
+        """Return what the tokens before [...] add to the logits, [..., U]."""
+        return matmul(params["markov"]["w1"][previous], params["markov"]["w2"], out_dtype=jnp.float32)
+
+
+def target_ids(d2t: jax.Array) -> jax.Array:
+    """Return the target's ids [U] of the drafter's tokens."""
+    return jnp.arange(d2t.shape[0], dtype=jnp.int32) + d2t
+
+
+def _declare(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> ParamSpec:
+    return ParamSpec(shape, axes, Stored((name,), shape), **more)
+
+
+def _without_prefix(one: ParamSpec) -> ParamSpec:
+    names = tuple(name.removeprefix("model.") for name in one.stored.names)
+    return dataclasses.replace(one, stored=dataclasses.replace(one.stored, names=names))

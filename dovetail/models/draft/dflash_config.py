@@ -1,0 +1,142 @@
+"""Parse the config.json of block drafters: speculators' `dflash` and `dspark`, and z-lab's DFlash."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from dovetail.core.errors import CheckpointError, UnsupportedError
+from dovetail.models.config import Layer, Mlp, ModelConfig
+from dovetail.models.draft.block_attention import BlockAttention
+from dovetail.models.draft.dflash import DFlash
+from dovetail.models.family import Fields, finish, read_glu, read_heads, read_rope, read_windows, rope_dict
+
+KINDS = ("dflash", "dspark")
+MARKOV_RANK = 256  # of a DSpark config that does not say
+# transformers' defaults: speculators writes only those fields of a layer's config that differ from them
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, max_position_embeddings=32768,
+    ),
+    "llama": dict(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        max_position_embeddings=2048,
+    ),
+}  # fmt: skip
+# of a layer's config: read by nothing here, or already in layer_types
+BESIDE = ("use_sliding_window", "max_window_layers", "mlp_bias", "num_target_layers", "block_size", "dflash_config")
+
+
+def parse_dflash(hf: dict[str, Any], target: ModelConfig, where: str = "config.json") -> DFlash:
+    """Parse the config of a block drafter for `target`.
+
+    Raises:
+        CheckpointError: The drafter is for another model, or a required key is missing.
+        UnsupportedError: The drafter has a part that is not supported.
+    """
+    found = _of_speculators(hf, where) if "speculators_model_type" in hf else _of_zlab(hf, where)
+    _check_target(found, target, where)
+    return found
+
+
+def _of_speculators(hf: dict[str, Any], where: str) -> DFlash:
+    kind = hf["speculators_model_type"]
+    layers = hf.get("transformer_layer_config") or {}
+    layers = DEFAULTS.get(layers.get("model_type", "qwen3"), {}) | {"model_type": "qwen3"} | _given(layers)
+    cfg = _layers(layers, bool(hf.get("sliding_window_non_causal")), where)
+    ids = hf.get("aux_hidden_state_layer_ids")
+    if not ids:
+        raise CheckpointError(
+            f"{where}: `aux_hidden_state_layer_ids` must list the target's layers that the drafter reads, got none",
+            param="aux_hidden_state_layer_ids",
+        )
+    rank = int(hf.get("markov_rank", MARKOV_RANK)) if kind == "dspark" else 0
+    head_type = hf.get("markov_head_type") or "vanilla"
+    if rank and head_type != "vanilla":
+        raise UnsupportedError(
+            f"{where}: `markov_head_type` must be vanilla, got {head_type}: other types are not supported",
+            param="markov_head_type",
+        )
+    return DFlash(
+        cfg, tuple(int(i) - 1 for i in ids), int(hf.get("block_size", 8)), _mask(hf, where),
+        int(hf.get("draft_vocab_size") or cfg.vocab), bool(hf.get("sample_from_anchor", kind == "dspark")), rank,
+        json.dumps(hf, sort_keys=True),
+    )  # fmt: skip
+
+
+def _of_zlab(hf: dict[str, Any], where: str) -> DFlash:
+    own = dict(hf.get("dflash_config") or {})
+    ids, mask = own.pop("target_layer_ids", None), _mask(own, where)
+    own.pop("mask_token_id", None)
+    size = own.pop("block_size", None) or hf.get("block_size")
+    both_ways = own.pop("is_causal", hf.get("is_causal")) is False
+    for key, value in (("dflash_config.target_layer_ids", ids), ("block_size", size)):
+        if not value:
+            raise CheckpointError(f"{where}: the key `{key}` is missing", param=key)
+    if own:
+        key = f"dflash_config.{min(own)}"
+        raise UnsupportedError(f"{where}: `{key}` is not supported, got {own[min(own)]}", param=key)
+    cfg = _layers({name: value for name, value in hf.items() if name != "is_causal"}, both_ways, where)
+    return DFlash(cfg, tuple(map(int, ids)), int(size), mask, cfg.vocab, source=json.dumps(hf, sort_keys=True))
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _mask(fields: dict[str, Any], where: str) -> int:
+    value = fields.get("mask_token_id")
+    if value is None:
+        raise CheckpointError(f"{where}: the key `mask_token_id` is missing", param="mask_token_id")
+    return int(value)
+
+
+def _layers(hf: dict[str, Any], both_ways: bool, where: str) -> ModelConfig:
+    """Return the drafter's layers: Qwen3's, whatever the model type, with attention over blocks."""
+    f = Fields(hf, where)
+    f.skip(*BESIDE)
+    heads, bias = read_heads(f), f.get("attention_bias", False)
+    rope = read_rope(f, heads["head_dim"], rope_dict(f, 10_000.0))
+    mlp = Mlp(f.get("intermediate_size"), read_glu(f))
+    layers = [
+        Layer(
+            BlockAttention(
+                **heads, scale=heads["head_dim"] ** -0.5, rope=rope, window=window, qkv_bias=bias, out_bias=bias,
+                qk_norm="head", causal=window is not None and not both_ways,
+            ),
+            mlp,
+        )
+        for window in read_windows(f, ["full_attention"] * f.get("num_hidden_layers"))
+    ]  # fmt: skip
+    return replace(finish(f, layers), family="qwen3")
+
+
+def _check_target(found: DFlash, target: ModelConfig, where: str) -> None:
+    """Refuse a drafter for another model: it has the target's embedding and reads its layers."""
+    depth, own = len(target.layers), found.cfg
+    asked = json.loads(found.source)
+    wanted = {
+        "hidden_size": (own.dim, target.dim),
+        "vocab_size": (own.vocab, target.vocab),
+        "num_target_layers": (asked.get("num_target_layers") or depth, depth),
+        "target_hidden_size": (asked.get("target_hidden_size") or target.dim, target.dim),
+    }
+    for key, (got, expected) in wanted.items():
+        if got != expected:
+            raise CheckpointError(
+                f"{where}: the drafter is for another model: `{key}` must be the target's {expected:,}, got {got:,}",
+                param=key,
+            )
+    if not all(0 <= tap < depth for tap in found.taps):
+        raise CheckpointError(
+            f"{where}: the drafter reads the outputs of layers {[tap + 1 for tap in found.taps]}, counted from 1, and "
+            f"the target has {depth}: it is for another model",
+            param="aux_hidden_state_layer_ids",
+        )
+    if not 0 <= found.mask_token_id < target.vocab:
+        raise CheckpointError(
+            f"{where}: `mask_token_id` must be below {target.vocab:,}, got {found.mask_token_id:,}",
+            param="mask_token_id",
+        )

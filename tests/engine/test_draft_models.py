@@ -1,0 +1,118 @@
+"""Draft models in the engine: whatever they propose, the output is the one without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine.engines import GREEDY, OPTIONS, mixed_prompts, variant
+from engine.test_speculation import CASES, SAMPLED, Always, same
+from refusals import refuses
+from tune.small_models import CONFIG, model_folder
+
+from dovetail.core.errors import CheckpointError
+from dovetail.engine.llm import LLM
+from dovetail.engine.spec.speculator import Speculator, speculator_of
+
+DRAFTS = 4
+PROMPTS = mixed_prompts(5, most=60)
+
+
+def draft_folder(kind: str, place) -> str:
+    """Return a draft model of a kind for the model of `model_folder(place)`."""
+    if kind == "itself":
+        return model_folder(place)
+    return model_folder(place, seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module", params=["itself", "another model"])
+def llm(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp("drafts")
+    config = {"model": draft_folder(request.param, place), "num_speculative_tokens": DRAFTS}
+    made = LLM(model_folder(place), **OPTIONS, speculative_config=config)
+    made.kind = request.param
+    made.runner.steps.all([made.runner.buckets.verify(rows, DRAFTS) for rows in (1, 2, 4, 8)])
+    return made
+
+
+def drafting(llm: LLM, **how) -> LLM:
+    engine = variant(llm, **how)
+    made = speculator_of(llm.options.speculative_config, (DRAFTS,))
+    engine.engine.speculator = Speculator(made.drafter, Always((DRAFTS,)))
+    return engine
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled, n=3", "logprobs", "penalties", "truncation", "min_tokens"])
+def test_the_output_is_the_one_without_a_draft_model(llm, name):
+    params = CASES[name]
+    engine = drafting(llm)
+    same(variant(llm).generate(PROMPTS, params), engine.generate(PROMPTS, params))
+    counts = engine.engine.stats().speculation
+    assert counts.drafts > 0
+    if llm.kind == "itself" and name != "penalties":  # the penalties of draft tokens are not counted while drafting
+        assert counts.accepted_tokens == counts.draft_tokens
+
+
+def test_preempted_sequences_and_prefix_hits(llm):
+    params = replace(SAMPLED, n=2, max_tokens=40)
+    expected = variant(llm).generate(PROMPTS, params)
+    engine = drafting(llm, pages=70)
+    for _ in range(2):  # the second time, prompts and outputs are in the prefix cache, with the draft model's pages
+        same(expected, engine.generate(PROMPTS, params))
+    stats = engine.engine.stats()
+    assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    if llm.kind == "itself":
+        assert stats.speculation.accepted_tokens == stats.speculation.draft_tokens
+
+
+def test_grammars_beside_rows_with_draft_tokens(llm):
+    """A grammar's masks depend on each token, so such a row has no draft tokens."""
+    free = replace(SAMPLED, max_tokens=20)
+    params = [free, replace(free, structured_outputs={"regex": "[a-d]{2,9}-[0-9]{3}"}), replace(GREEDY, max_tokens=20)]
+    prompts = ["say one", "say two", "say three"]
+    engine = drafting(llm)
+    same(variant(llm).generate(prompts, params), engine.generate(prompts, params))
+    assert engine.engine.stats().speculation.drafts > 0
+
+
+def test_several_steps_a_dispatch_before_draft_tokens(llm):
+    """Decode steps keep the draft model's pages complete."""
+    engine = drafting(llm, steps=4)
+    engine.engine.speculator.length = Late((DRAFTS,))
+    same(variant(llm).generate(PROMPTS[:1], SAMPLED), engine.generate(PROMPTS[:1], SAMPLED))
+    counts = engine.engine.stats().speculation
+    assert counts.drafts > 0 and (llm.kind != "itself" or counts.accepted_tokens == counts.draft_tokens)
+
+
+class Late(Always):
+    """Speculate after a few dispatches."""
+
+    asked = 0
+
+    def choose(self, rows):
+        self.asked += 1
+        return self.choices[-1] if self.asked > 3 else 0
+
+
+def test_sleep_and_new_weights_keep_the_draft_model(llm):
+    expected = drafting(llm).generate(PROMPTS[:2], GREEDY)
+    engine = drafting(llm)
+    engine.engine.sleep(1)
+    engine.engine.wake_up()
+    same(expected, engine.generate(PROMPTS[:2], GREEDY))
+    assert engine.engine.stats().speculation.drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "param"),
+    [
+        ({"vocab_size": CONFIG["vocab_size"] + 8}, {}, "speculative_config.model"),
+        ({}, {"method": "eagle3"}, "speculative_config.method"),
+        ({}, {"method": "mtp"}, "speculative_config.method"),
+        ({}, {"num_speculative_tokens": 63, "method": "dspark"}, "speculative_config.method"),
+    ],
+)
+def test_what_cannot_draft_is_refused(changes, config, param, tmp_path):
+    other = model_folder(tmp_path, seed=2, **changes)
+    with refuses(param, CheckpointError):
+        LLM(model_folder(tmp_path), **OPTIONS, speculative_config={"model": other, **config})
