@@ -144,7 +144,7 @@ class Sequence:
     sampling: SamplingState | None = None
     single_step: bool = False  # the host must see each token before the next one is sampled (a grammar)
     draft_state: object = None  # of the drafter, which extends it as tokens come
-    verifying: bool = False  # a step with draft tokens is in flight: how many tokens it gains is not known yet
+    verifying: int = 0  # steps with draft tokens in flight: how many tokens they gain is not known yet
     num_drafts: int = 0  # verify steps, the draft tokens in them, and those that were accepted
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
