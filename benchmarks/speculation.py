@@ -2,13 +2,17 @@
 
 On a CPU, n-gram and suffix drafts of a text to edit:   python benchmarks/speculation.py edit
 On a GPU, drafts of a given acceptance (see Guess):    python benchmarks/speculation.py shape --model CONFIG_FOLDER
+Rollouts of RL, without and with the suffix drafter:   python benchmarks/speculation.py rl
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import tempfile
 import time
+from pathlib import Path
 
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
@@ -130,18 +134,71 @@ def shape(args) -> None:
                 )
 
 
+def rl(args) -> None:
+    """Run one RL recipe without and with the suffix drafter, in turns, and compare the time of their rollouts.
+
+    Both have the same completions. The first turn compiles the steps and is not counted, nor is the first step of a run.
+    """
+    variants = {"none": {}, "suffix": {"kind": "suffix", "num_speculative_tokens": args.drafts, "refresh": 2}}
+    steps: dict[str, list[dict]] = {name: [] for name in variants}
+    for turn in range(1 + args.turns):
+        written = {}
+        for name, speculation in variants.items():
+            with tempfile.TemporaryDirectory() as place:
+                lines, written[name] = rl_run(args, speculation, Path(place))
+            seconds = " ".join(f"{line['rollout_seconds']:.2f}" for line in lines)
+            print(f"turn {turn} {name:8} rollouts of {seconds} s", flush=True)
+            steps[name] += lines[1:] if turn else []
+        print(f"turn {turn} same completions: {written['none'] == written['suffix']}", flush=True)
+    took = {name: sum(line["rollout_seconds"] for line in lines) for name, lines in steps.items()}
+    drafted = [line for line in steps["suffix"] if "accepted_length" in line]
+    saved = sum(line["seconds_saved"] for line in drafted)
+    tokens = sum(line["accepted_length"] for line in drafted) / max(1, len(drafted))
+    print(f"{len(steps['none'])} rollouts each: {took['none']:.1f} s without, {took['suffix']:.1f} s with draft tokens: "
+          f"{1 - took['suffix'] / took['none']:.0%} less. Accepted length {tokens:.2f}, estimated saving {saved:.1f} s")  # fmt: skip
+
+
+def rl_run(args, speculation: dict, place: Path) -> tuple[list[dict], list[str]]:
+    """Return the metrics of the steps of a run, and its completions."""
+    from dovetail.tune.rl.rl import rl
+
+    texts = [TEXT, TEXT.replace("width", "length").replace("volume", "content")]
+    data = [{"prompt": [{"role": "user", "content": f"Repeat this program, word by word:\n\n{text}"}], "text": text}
+            for text in texts]  # fmt: skip
+    rl(
+        model=args.model, data=data, rewards=[repeated], run_dir=place, show=False, show_every=0, prompts=1,
+        num_generations=args.generations, max_prompt_length=256, max_completion_length=args.tokens, steps=args.steps,
+        checkpoint={"every": 0}, optimizer={"lr": 1e-6}, precision={"compute": "f32"}, speculation=speculation,
+    )  # fmt: skip
+    read = [[json.loads(line) for line in (place / name).read_text().splitlines()] for name in RL_FILES]
+    return read[0], [line["completion"] for line in read[1]]
+
+
+RL_FILES = "metrics.jsonl", "completions.jsonl"
+
+
+def repeated(prompts, completions, text, **columns) -> list[float]:
+    """Return the share of the text's words that a completion has."""
+    return [
+        len({*each[-1]["content"].split()} & {*wanted.split()}) / len({*wanted.split()})
+        for each, wanted in zip(completions, text, strict=True)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("edit", "shape"))
+    parser.add_argument("what", choices=("edit", "shape", "rl"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="rl: steps of a run")
+    parser.add_argument("--generations", type=int, default=4, help="rl: completions of a prompt")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--accept", type=float, nargs="+", default=[0.75, 0.0])
     args = parser.parse_args()
-    (edit if args.what == "edit" else shape)(args)
+    {"edit": edit, "shape": shape, "rl": rl}[args.what](args)
 
 
 if __name__ == "__main__":
