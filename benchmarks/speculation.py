@@ -137,7 +137,8 @@ def shape(args) -> None:
 def rl(args) -> None:
     """Run one RL recipe without and with the suffix drafter, in turns, and compare the time of their rollouts.
 
-    Both have the same completions. The first turn compiles the steps and is not counted, nor is the first step of a run.
+    Both have the same completions. The first turn compiles the steps and is not counted; neither is the first step of
+    a run.
     """
     variants = {"none": {}, "suffix": {"kind": "suffix", "num_speculative_tokens": args.drafts, "refresh": 2}}
     steps: dict[str, list[dict]] = {name: [] for name in variants}
@@ -147,42 +148,38 @@ def rl(args) -> None:
             with tempfile.TemporaryDirectory() as place:
                 lines, written[name] = rl_run(args, speculation, Path(place))
             seconds = " ".join(f"{line['rollout_seconds']:.2f}" for line in lines)
-            print(f"turn {turn} {name:8} rollouts of {seconds} s", flush=True)
+            lengths = " ".join(f"{line['accepted_length']:.2f}" for line in lines if "accepted_length" in line)
+            print(f"turn {turn} {name:8} rollouts of {seconds} s, accepted length {lengths or 1}", flush=True)
             steps[name] += lines[1:] if turn else []
         print(f"turn {turn} same completions: {written['none'] == written['suffix']}", flush=True)
-    took = {name: sum(line["rollout_seconds"] for line in lines) for name, lines in steps.items()}
-    drafted = [line for line in steps["suffix"] if "accepted_length" in line]
-    saved = sum(line["seconds_saved"] for line in drafted)
-    tokens = sum(line["accepted_length"] for line in drafted) / max(1, len(drafted))
-    print(f"{len(steps['none'])} rollouts each: {took['none']:.1f} s without, {took['suffix']:.1f} s with draft tokens: "
-          f"{1 - took['suffix'] / took['none']:.0%} less. Accepted length {tokens:.2f}, estimated saving {saved:.1f} s")  # fmt: skip
+    plain, drafted = (sum(line["rollout_seconds"] for line in lines) for lines in steps.values())
+    saved = sum(line.get("seconds_saved", 0.0) for line in steps["suffix"])
+    print(f"{len(steps['none'])} rollouts each: {plain:.1f} s without and {drafted:.1f} s with draft tokens, "
+          f"{1 - drafted / plain:.0%} less; seconds_saved says {saved:.1f} s")  # fmt: skip
 
 
 def rl_run(args, speculation: dict, place: Path) -> tuple[list[dict], list[str]]:
     """Return the metrics of the steps of a run, and its completions."""
     from dovetail.tune.rl.rl import rl
 
-    texts = [TEXT, TEXT.replace("width", "length").replace("volume", "content")]
+    texts = TEXT.strip().split("\n\n\n")
     data = [{"prompt": [{"role": "user", "content": f"Repeat this program, word by word:\n\n{text}"}], "text": text}
             for text in texts]  # fmt: skip
     rl(
         model=args.model, data=data, rewards=[repeated], run_dir=place, show=False, show_every=0, prompts=1,
-        num_generations=args.generations, max_prompt_length=256, max_completion_length=args.tokens, steps=args.steps,
-        checkpoint={"every": 0}, optimizer={"lr": 1e-6}, precision={"compute": "f32"}, speculation=speculation,
+        num_generations=args.generations, max_prompt_length=128, max_completion_length=args.tokens, steps=args.steps,
+        lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}, checkpoint={"every": 0}, optimizer={"lr": 1e-5},
+        precision={"compute": "f32"}, speculation=speculation,
     )  # fmt: skip
-    read = [[json.loads(line) for line in (place / name).read_text().splitlines()] for name in RL_FILES]
-    return read[0], [line["completion"] for line in read[1]]
-
-
-RL_FILES = "metrics.jsonl", "completions.jsonl"
+    files = (place / name for name in ("metrics.jsonl", "completions.jsonl"))
+    steps, completions = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    return steps, [line["completion"] for line in completions]
 
 
 def repeated(prompts, completions, text, **columns) -> list[float]:
     """Return the share of the text's words that a completion has."""
-    return [
-        len({*each[-1]["content"].split()} & {*wanted.split()}) / len({*wanted.split()})
-        for each, wanted in zip(completions, text, strict=True)
-    ]
+    said = [{*each[-1]["content"].split()} for each in completions]
+    return [len(words & {*wanted.split()}) / len({*wanted.split()}) for words, wanted in zip(said, text, strict=True)]
 
 
 def main() -> None:
