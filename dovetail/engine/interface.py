@@ -7,6 +7,7 @@ snapshot of the statistics costs one look at each running sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # --- controls ---------------------------------------------------------------------------------------------------------
 
@@ -54,6 +55,24 @@ class SpeculationCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
+
+
+class SpecDecodeMetrics(NamedTuple):
+    """Counters of speculative decoding of one completion, under vLLM's names (`metrics.speculative_decoding`)."""
+
+    num_spec_steps: int = 0  # verify steps with draft tokens of this completion
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Return the tokens gained per verify step: the accepted draft tokens, and the token sampled after them."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Return the share of draft tokens that were accepted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens
 
 
 @dataclass(frozen=True)
