@@ -52,9 +52,6 @@ class DFlash:
     source: str = "{}"  # the config.json that it was read from
 
     feature_dim = 0
-    # tensors of published checkpoints that are not read: copies of the target's, what follows from d2t, and a head
-    # that estimates the acceptance
-    unused = (r"embed_tokens\.weight", r"verifier_.*", r"t2d", r"confidence_head\..*")
 
     def __hash__(self) -> int:
         return hash((self.source, self.cfg))
@@ -68,6 +65,12 @@ class DFlash:
     def most(self) -> int:
         """Return the most draft tokens of one call."""
         return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return patterns of tensors that are not read: copies of the target's, and the confidence head."""
+        copies = (r"embed_tokens\.weight",) + (() if self.own_head else (r"lm_head\.weight",))
+        return (*copies, r"confidence_head\..*")
 
     @property
     def own_head(self) -> bool:

@@ -60,7 +60,7 @@ def parse_draft(hf: dict[str, Any], target: ModelConfig, where: str) -> DraftMod
 
         return parse_mtp(hf, target, where)
     if kind in ("dflash", "dspark"):
-        from dovetail.models.draft.dflash import parse_dflash
+        from dovetail.models.draft.dflash_config import parse_dflash
 
         return parse_dflash(hf, target, where)
     from dovetail.models.draft.plain import PlainDraft
