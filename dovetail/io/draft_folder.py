@@ -30,8 +30,8 @@ from dovetail.models.draft.mtp import Mtp, native_names
 from dovetail.models.draft.registry import PLAIN, draft_kind, parse_draft
 from dovetail.models.registry import read_json
 
-# tensors that follow from others or are copies of the target's
-UNUSED = (r"t2d", r"verifier_.*", r".*\.?rotary_emb\.inv_freq")
+# tables that follow from others or, of a whole vocabulary, say nothing; copies of the target's tensors
+UNUSED = (r"[dt]2[dt]", r"verifier_.*", r".*\.?rotary_emb\.inv_freq")
 
 
 def load_draft(

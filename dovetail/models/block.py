@@ -81,7 +81,7 @@ def block(
         p = of_rows(p, rows)
     h = _to_add(p.get("attn_post_norm"), cfg, layer.attn.merge(p["attn"], h))
     stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx)
-    h, stats = _feed_forward(p, cfg, layer, stream.x, h, ctx)
+    h, stats = feed_forward(p, cfg, layer, stream.x, h, ctx)
     h = _to_add(p.get("mlp_post_norm"), cfg, h)
     if isinstance(ctx, Paged) and extra is None and "scalar" not in p:
         return Residual(stream.x, h), entry, stats
@@ -92,7 +92,7 @@ def block(
     return Residual(by_token(ctx, x * p["scalar"] if "scalar" in p else x)), entry, stats
 
 
-def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context):
+def feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context):
     """Run the feed-forward half on h, the norm of x."""
     if layer.mlp is None:
         assert layer.moe is not None
