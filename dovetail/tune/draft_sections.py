@@ -21,7 +21,7 @@ class DrafterSettings:
     layers: int = 1  # of the drafter
     num_speculative_tokens: int = 5  # draft tokens of a step: the block of dspark and dflash, eagle3's unrolled steps
     taps: tuple[int, ...] = ()  # layers of the target to read, from 0; default: an early, a middle and a late one
-    vocab: int = 0  # the most frequent tokens of the answers, which alone are drafted; 0: the target's whole vocabulary
+    vocab: int = 8192  # draft only the most frequent tokens of the answers; 0: the whole vocabulary
     markov_rank: int = 64  # dspark: rank of the head that adds what the token before says
     mask_token_id: int = -1  # dspark, dflash: the token at the slots of a block; -1: the vocabulary's last
     anchors: int = 64  # dspark, dflash: blocks of each row and step, at random tokens of the answers

@@ -27,8 +27,10 @@ from dovetail.train.launch import Ended
 from dovetail.train.objective import Objective, whole
 from dovetail.train.settings import check_causal
 from dovetail.tune.draft.answers import answered
-from dovetail.tune.draft.blocks import BlockObjective
+from dovetail.tune.draft.blocks import TrainedBlocks
+from dovetail.tune.draft.chains import TrainedChains
 from dovetail.tune.draft.new import NewDraft, draft_config, new_draft, with_given
+from dovetail.tune.draft.objective import DraftObjective
 from dovetail.tune.draft.states import States, frozen_part
 from dovetail.tune.policy import head_of
 from dovetail.tune.run import given_settings, tune_settings
@@ -119,8 +121,9 @@ def draft_objective(settings: Draft) -> Objective:
     new, cfg = settings.model_to_train, config_of(settings.model)
     assert isinstance(new, NewDraft), "with_model fills it in"
     states = States(new.model.taps, settings.drafter.hidden_states == "live", settings.vocab_ids)
-    assert isinstance(new.model, DFlash)
-    one = BlockObjective(new.model, settings.drafter, states)
+    blocks, count = isinstance(new.model, DFlash), settings.drafter.num_speculative_tokens
+    trained: Any = TrainedBlocks(new.model) if blocks else TrainedChains(new.model, count)
+    one = DraftObjective(trained, settings.drafter, states)
     return Objective(
         one.measure, columns=states.columns(cfg), specs=lambda cfg: new.trained_spec(), held_out=one.held_out,
         frozen=frozen_part(settings), export=functools.partial(_export, settings=settings, new=new), check=check_causal,
@@ -137,7 +140,7 @@ def _export(
         return
     if new.given:
         target = load(settings.weights, dtype).params
-        host = with_given(new, host, head_of(target, cfg), target["embed"], settings.vocab_ids)
+        host = with_given(new, host, head_of(target, cfg), settings.vocab_ids)
         host = jax.tree.map(np.asarray, host)
     if folder.exists():
         shutil.rmtree(folder)

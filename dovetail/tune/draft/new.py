@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from dovetail.tune.settings import Draft
 NAMES = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator"}
 EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # a draft token is accepted if it is the target's
 HEAD_DIM = 128  # where the target's attention has no heads to copy (MLA)
-GIVEN = ("head", "d2t", "embed")  # weights that come from the target
+GIVEN = ("head", "d2t")  # weights that come from the target
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class NewDraft:
 
 def new_draft(settings: Draft, target: ModelConfig) -> NewDraft:
     """Return the draft model that the settings describe."""
-    model = parse_draft(draft_config(settings, target), target, "the new drafter")
+    model: Any = parse_draft(draft_config(settings, target), target, "the new drafter")
+    if shared := getattr(model, "may_share", ()):
+        model = replace(model, shared=shared)
     given = tuple(name for name in GIVEN if name in model.spec())
     return NewDraft(model, given)
 
@@ -95,8 +97,6 @@ def tap_layers(wanted: DrafterSettings, target: ModelConfig) -> tuple[int, ...]:
         raise UserError(
             f"`drafter.taps` must be different layers from 0 to {depth - 1}, got {list(taps)}", param="drafter.taps"
         )
-    if wanted.kind == "eagle3" and len(taps) != 3:
-        raise UserError(f"`drafter.taps` must be three layers with kind=eagle3, got {list(taps)}", param="drafter.taps")
     return taps
 
 
@@ -125,12 +125,8 @@ def _layers(wanted: DrafterSettings, target: ModelConfig) -> dict[str, Any]:
     }
 
 
-def with_given(new: NewDraft, trained: Params, head: Any, embed: Any, ids: Sequence[int]) -> Params:
-    """Return all weights of the drafter: the trained ones, and those that come from the target's head and embedding."""
+def with_given(new: NewDraft, trained: Params, head: Any, ids: Sequence[int]) -> Params:
+    """Return all weights of the drafter: the trained ones, and rows of the target's head with their numbers."""
     rows = np.asarray(ids, np.int32)
-    values = {
-        "head": lambda: jnp.asarray(head)[rows] if len(rows) else head,
-        "d2t": lambda: jnp.asarray(rows - np.arange(len(rows), dtype=np.int32)),
-        "embed": lambda: embed,
-    }
-    return trained | {name: values[name]() for name in new.given}
+    offsets = rows - np.arange(len(rows), dtype=np.int32)
+    return trained | {name: {"head": jnp.asarray(head)[rows], "d2t": offsets}[name] for name in new.given}

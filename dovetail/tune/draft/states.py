@@ -55,10 +55,6 @@ class States:
         )  # fmt: skip
         return Seen(*(jax.lax.stop_gradient(x.astype(ctx.compute.dtype)) for x in found))
 
-    def embed(self, cfg: ModelConfig, ctx: StepContext) -> jax.Array:
-        """Return the target's embedding [V, D]."""
-        return jax.lax.stop_gradient(ctx.frozen["embed"])
-
     def head(self, cfg: ModelConfig, ctx: StepContext) -> jax.Array:
         """Return the rows [U, D] of the target's head for the drafter's vocabulary."""
         whole = jax.lax.stop_gradient(head_of(ctx.frozen, cfg))
@@ -82,6 +78,11 @@ def run_target(params: Params, cfg: ModelConfig, layers: tuple[int, ...], batch:
     final, _, taps = tapped(params, cfg, batch.tokens, batch.positions, ctx.packed(batch), taps=layers)
     assert taps is not None
     return Seen(taps, final)
+
+
+def take(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Return x [B, T, ...] at the tokens [B, ...]."""
+    return jax.vmap(lambda row, index: row[index])(x, at)
 
 
 def frozen_part(settings: Draft) -> Frozen:
