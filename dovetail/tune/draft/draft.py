@@ -125,9 +125,22 @@ def draft_objective(settings: Draft) -> Objective:
     trained: Any = TrainedBlocks(new.model) if blocks else TrainedChains(new.model, count)
     one = DraftObjective(trained, settings.drafter, states)
     return Objective(
-        one.measure, columns=states.columns(cfg), specs=lambda cfg: new.trained_spec(), held_out=one.held_out,
-        frozen=frozen_part(settings), export=functools.partial(_export, settings=settings, new=new), check=check_causal,
-    )  # fmt: skip
+        one.measure,
+        columns=states.columns(cfg),
+        specs=lambda cfg: new.trained_spec(),
+        held_out=one.held_out,
+        frozen=frozen_part(settings),
+        initial=_initial,
+        export=functools.partial(_export, settings=settings, new=new),
+        check=check_causal,
+    )
+
+
+def _initial(ready: Any) -> Params:
+    """Return the target's last norm, which has the scale that its head expects; the other weights are random."""
+    abstract = ready.abstract_state.params["norm"]
+    weight = ready.frozen["norm"] + ready.cfg.norm_offset  # a drafter's norm has no offset
+    return {"norm": jax.device_put(jnp.array(weight, abstract.dtype, copy=True), abstract.sharding)}
 
 
 def _export(

@@ -86,13 +86,13 @@ def take(x: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def frozen_part(settings: Draft) -> Frozen:
-    """Return the target's weights that a step reads: all of them, or embedding and head alone."""
+    """Return the target's weights that a step reads: all of them, or embedding, last norm and head alone."""
     whole = frozen_model(settings.weights, settings.held, settings.precision.compute)
     if settings.drafter.hidden_states == "live":
         return whole
 
     def outer(tree: Any, cfg: ModelConfig) -> Any:
-        return {name: tree[name] for name in ("embed", *(() if cfg.tied else ("head",)))}
+        return {name: tree[name] for name in ("embed", "norm", *(() if cfg.tied else ("head",)))}
 
     def abstract(cfg: ModelConfig, placement: Placement) -> Any:
         return outer(whole.abstract(cfg, placement), cfg)
