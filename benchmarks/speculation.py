@@ -2,11 +2,14 @@
 
 On a CPU, n-gram and suffix drafts of a text to edit:   python benchmarks/speculation.py edit
 On a GPU, drafts of a given acceptance (see Guess):    python benchmarks/speculation.py shape --model CONFIG_FOLDER
+On a GPU, what a draft model costs:                    python benchmarks/speculation.py draft --model CONFIG_FOLDER \\
+                                                           --draft CONFIG_FOLDER...
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 
@@ -86,7 +89,7 @@ def edit(args) -> None:
     for method, keys in methods.items():
         config = {**keys, "num_speculative_tokens": args.drafts}
         engines[method] = LLM(args.model, max_num_seqs=1, max_model_len=2048, speculative_config=config)
-        runner, choices = engines[method].runner, engines[method].options.speculative_config.choices
+        runner, choices = engines[method].runner, engines[method].runner.buckets.drafts
         runner.steps.all([runner.buckets.verify(1, each) for each in choices])
     tokenizer = engines["none"].tokenizer
     prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
@@ -130,9 +133,42 @@ def shape(args) -> None:
                 )
 
 
+def draft(args) -> None:
+    """Time a step without draft tokens, with some that the host knows, and with some of each draft model.
+
+    The one token that requests allow is always accepted, so that all have the same number of steps.
+    """
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, allowed_token_ids=(TOKEN,))
+    print("streams: ms of a decode step, of a verify step, of a verify step that drafts; drafting in decode steps")
+    found: dict[int, list[float]] = {streams: [] for streams in args.streams}
+    for folder in (None, *args.draft):
+        config = {"num_speculative_tokens": args.drafts} | ({"model": folder} if folder else {})
+        llm = LLM(args.model, load_format="dummy", max_num_seqs=max(args.streams), max_model_len=2048,
+                  max_num_batched_tokens=2048, kv_cache_memory_bytes=8 * 2**30, speculative_config=config)  # fmt: skip
+        drafter = Guess(1.0) if folder is None else llm.engine.speculator.drafter
+        for streams in args.streams:
+            rng = random.Random(streams)
+            prompts = [[rng.randrange(1000) for _ in range(args.prompt)] for _ in range(streams)]
+            times = []
+            for speculator in (None, Speculator(drafter, Fixed((args.drafts,)))):
+                llm.engine.speculator = speculator
+                speed, steps, _ = rate(llm, prompts, params, args.turns)
+                times.append(1e3 * streams * args.tokens / speed / steps)
+            found[streams] += times
+            plain, verify = found[streams][:2]
+            cost = (
+                f"  drafting {(times[1] - verify) / plain:6.1%}, following {times[0] / plain - 1:6.1%}"
+                if folder
+                else ""
+            )
+            print(f"{folder or '-'}: {streams:3}  {times[0]:6.2f} {times[1]:6.2f}{cost}", flush=True)
+        del llm
+        gc.collect()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("edit", "shape"))
+    parser.add_argument("what", choices=("edit", "shape", "draft"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=160)
@@ -140,8 +176,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--accept", type=float, nargs="+", default=[0.75, 0.0])
+    parser.add_argument("--draft", nargs="+", default=[])
     args = parser.parse_args()
-    (edit if args.what == "edit" else shape)(args)
+    {"edit": edit, "shape": shape, "draft": draft}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
-from dovetail.engine.schedule.plan import StepPlan
+from dovetail.engine.schedule.plan import REJECTED, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 
 VOCAB, EOS = 30, 0
@@ -85,8 +85,8 @@ class FakeDevice:
                 self.pages[seq.pages[at // self.size]][at % self.size] = assumed.names[at]
             self._read(seq, row.start + 1)
             column = [assumed.next(row.start + 1 + j) for j in range(row.count)]
-            sampled[: row.count, i] = column
             kept = 1 + next((j for j, draft in enumerate(row.drafts) if column[j] != draft), len(row.drafts))
+            sampled[:kept, i], sampled[kept:, i] = column[:kept], REJECTED
             for token in column[:kept]:
                 truth.append(token)
             self.stood[seq] = (seq.preemptions, row.start + kept)

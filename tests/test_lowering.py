@@ -140,7 +140,7 @@ def test_paged_on_a_mesh_of_tpus(name):
     )
     placement = Placement(mesh, SERVE)
     cfg = parse_config(dict(MODELS[name]))
-    cache = abstract_cache(cfg, S * PAGES, PAGE, jnp.bfloat16, placement, "tpu")
+    cache = abstract_cache(cfg.layers, S * PAGES, PAGE, jnp.bfloat16, placement, "tpu")
     ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="tpu", placement=placement)
     params = abstract(spec(cfg), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):

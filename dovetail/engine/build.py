@@ -22,15 +22,18 @@ from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
 from dovetail.core.types import Paged, Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters, with_adapters
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
+from dovetail.engine.device.following import with_draft
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.schedule.step_time import Pace
+from dovetail.engine.spec.draft_weights import draft_choices, load_draft_of, open_draft_of
 from dovetail.engine.spec.speculator import speculator_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
+from dovetail.models.draft.draft import DraftModel
 from dovetail.models.latent import Latent
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import flops_per_token
@@ -68,6 +71,7 @@ def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
     """Raise UserError for options that do not fit this model; called before its weights are read."""
     page_size_for(options, _max_len(cfg, options.max_model_len))
     check_adapters(cfg, options)
+    open_draft_of(options, cfg)
 
 
 def build_engine(
@@ -87,19 +91,20 @@ def build_engine(
         placement: The result of `placement_of`.
     """
     compute = compute_for(options, params)
-    programs = programs_for(cfg, options, compute, placement)
+    draft, draft_params = load_draft_of(options, cfg, compute.dtype, placement)
+    programs = programs_for(cfg, options, compute, placement, draft=draft)
     adapters = adapters_for(cfg, options, compute.dtype, placement)
     params = adapters.join(params)
     buckets, page_size = programs.buckets, programs.page_size
     devices = list(placement.mesh.local_mesh.devices.flat) if placement else ()
-    pages = pages_that_fit(programs, adapters.on(params), options, devices)
+    pages = pages_that_fit(programs, with_draft(adapters.on(params), draft_params), options, devices)
     config = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
         options.enable_prefix_caching, options.scheduling_policy,
     )  # fmt: skip
-    runner = Runner(programs, Weights(params), pages, adapters)
+    runner = Runner(programs, Weights(params), pages, adapters, draft_params)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
-    speculator = speculator_of(options.speculative_config)
+    speculator = speculator_of(options.speculative_config, buckets.drafts)
     return Engine(runner, Scheduler(config), tokenizer, options.seed, options.max_decode_steps, pace, speculator)
 
 
@@ -115,26 +120,29 @@ def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs)
 
 
 def programs_for(
-    cfg: ModelConfig, options: EngineOptions, compute: Compute, placement: Placement | None = None, absent: Any = None
+    cfg: ModelConfig,
+    options: EngineOptions,
+    compute: Compute,
+    placement: Placement | None = None,
+    absent: Any = None,
+    draft: DraftModel | None = None,
 ) -> Programs:
-    """Return the programs of an engine with these options; `absent`: see Programs."""
+    """Return the programs of an engine with these options; `absent` and `draft`: see Programs."""
     device = absent or jax.devices()[0]
     max_len = _max_len(cfg, options.max_model_len)
     cfg = cfg.within(max_len)
     page_size = page_size_for(options, max_len, device.platform)
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
-    sizes = _sizes(cfg, options, compute, device)
-    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
+    sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options, draft)
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, **sizes)
     platform = device.platform if absent else None
-    return Programs(cfg, compute, buckets, page_size, platform, placement, absent)
+    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft)
 
 
 def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: Any) -> dict[str, Any]:
     """Return the fields of Buckets that depend on the device."""
     chip = chip_of(device)
     sizes: dict[str, Any] = dict(max_decode_steps=options.max_decode_steps)
-    if options.speculative_config:
-        sizes["drafts"] = options.speculative_config.choices
     if chip:  # a decode step reads the weights that a token uses, and computes two operations each for every row
         flops = flops_per_token(cfg) / options.tensor_parallel_size
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
@@ -321,14 +329,19 @@ def abstract_engine(cfg: ModelConfig, options: EngineOptions, devices: Sequence[
             param="tensor_parallel_size",
         )
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
-    programs = programs_for(cfg, options, compute, placement, devices[0])
-    params = with_adapters(_abstract_params(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)
+    opened = open_draft_of(options, cfg)
+    draft = opened.draft if opened else None
+    programs = programs_for(cfg, options, compute, placement, devices[0], draft)
+    params = _abstract_params(serving_spec(cfg, placement), compute.dtype, placement)
+    params = with_adapters(params, cfg, options, compute.dtype, placement)
+    if draft:
+        params = with_draft(params, _abstract_params(draft.spec(), compute.dtype, placement))
     limit = int(chip.device_hbm * USABLE["tpu"]) if chip else 0
     return AbstractEngine(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
 
 
-def _abstract_params(cfg: ModelConfig, dtype: Any, placement: Placement | None) -> Any:
+def _abstract_params(specs: Any, dtype: Any, placement: Placement | None) -> Any:
     def one(spec: Any) -> Any:
         return jax.ShapeDtypeStruct(spec.shape, leaf_dtype(spec, dtype), sharding=param_sharding(placement, spec))
 
-    return tree_map(one, serving_spec(cfg, placement))
+    return tree_map(one, specs)

@@ -312,7 +312,7 @@ class Engine:
             self._asleep = put_to_sleep(self.runner, level)
         if level == 2:  # also from level 1
             drop_weights(self.runner)
-            self._asleep, self._dropped = Asleep(2, None), True
+            self._asleep, self._dropped = Asleep(2, None, self._asleep.draft), True
 
     def wake_up(self) -> None:
         """Allocate the memory again. After level 2, `update_weights` must be called before or after this."""

@@ -10,23 +10,26 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import Progress
-from dovetail.core.spec import leaves
+from dovetail.core.spec import init, leaves
 from dovetail.core.types import Params
-from dovetail.io.hf import TensorSource, match_specs, read_params, read_specs, text_name, write_specs
+from dovetail.io.hf import TensorSource, match_names, match_specs, read_specs, text_name, write_specs
 from dovetail.io.hub import resolve
 from dovetail.io.load import open_checkpoint, whole_folder
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.draft.mtp import Mtp, native_names
+from dovetail.models.draft.plain import plain_draft
 from dovetail.models.draft.registry import PLAIN, draft_kind, parse_draft
 from dovetail.models.registry import read_json
 
@@ -34,67 +37,88 @@ from dovetail.models.registry import read_json
 UNUSED = (r"[dt]2[dt]", r"verifier_.*", r".*\.?rotary_emb\.inv_freq")
 
 
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """Hold a draft model whose weights have not been read."""
+
+    draft: DraftModel
+    source: TensorSource | None  # None: random weights
+    names: dict[str, str]  # of its tensors, by the names of its spec
+
+    def read(self, dtype: Any, placement: Placement | None = None, progress: Progress | None = None) -> Params:
+        """Read the weights.
+
+        Args:
+            dtype: The type of the weights.
+            placement: The mesh and its rules; None for one device.
+            progress: Called with a name, the bytes done and all bytes.
+        """
+        specs = self.draft.spec()
+        if self.source is None:
+            return init(specs, jax.random.key(0), dtype, shardings=placement.shardings(specs) if placement else None)
+        return read_specs(self.source, specs, self.names, dtype, placement, progress)
+
+
+def open_draft(
+    path_or_name: str | Path, target: ModelConfig, method: str | None = None, dummy: bool = False
+) -> DraftCheckpoint:
+    """Open a draft model: a folder, a hub id or, if it is an ordinary model, all that `load` takes.
+
+    Args:
+        path_or_name: The draft model; with method mtp perhaps the target itself, whose own layers are used.
+        target: The model that it drafts for.
+        method: The kind of draft model, in vLLM's words; None for what its config.json says.
+        dummy: Whether to use its config.json alone, with random weights.
+
+    Raises:
+        CheckpointError: It is a draft for another model or of another kind, or its weights do not match its config.
+        UserError: There is no such model, or its config is not supported.
+    """
+    path = resolve(path_or_name)
+    where, hf = str(path), {} if path.suffix == ".gguf" else read_json(path / "config.json")
+    kind = draft_kind(hf, where)
+    if method == "mtp" and kind == PLAIN:
+        return _open_mtp(path, target)
+    if method not in (None, kind):
+        raise CheckpointError(
+            f"`speculative_config.method` must be {kind}, which {where} is, got {method!r}",
+            param="speculative_config.method",
+        )
+    if dummy:
+        return DraftCheckpoint(parse_draft(hf, target, where), None, {})
+    if kind == PLAIN:
+        source, cfg, _ = open_checkpoint(path)
+        return DraftCheckpoint(plain_draft(cfg, target, where), source, match_names(source, cfg, where))
+    source = SafetensorFolder(path)
+    draft = _without_shared(parse_draft(hf, target, where), source)
+    names = match_specs(source, draft.spec(), f"{where} does not fit its config.", _unused(draft), _plain)
+    return DraftCheckpoint(draft, source, names)
+
+
 def load_draft(
     path_or_name: str | Path,
     target: ModelConfig,
     dtype: Any,
     placement: Placement | None = None,
-    progress: Progress | None = None,
+    method: str | None = None,
 ) -> tuple[DraftModel, Params]:
-    """Load a draft model from a folder, a hub id or, if it is an ordinary model, from all that `load` takes.
-
-    Args:
-        path_or_name: The draft model.
-        target: The model that it drafts for.
-        dtype: The type of the weights.
-        placement: The mesh and its rules; None for one device.
-        progress: Called with a name, the bytes done and all bytes.
-
-    Raises:
-        CheckpointError: It is a draft for another model, or its weights do not match its config.
-        UserError: There is no such model, or its config is not supported.
-    """
-    path = resolve(path_or_name, progress)
-    where, is_gguf = str(path), path.suffix == ".gguf"
-    hf = {} if is_gguf else read_json(path / "config.json")
-    if is_gguf or draft_kind(hf, where) == PLAIN:
-        source, cfg, _ = open_checkpoint(path)
-        return parse_draft(cfg.to_hf(), target, where), read_params(source, cfg, dtype, where, placement, progress)
-    draft, source = parse_draft(hf, target, where), SafetensorFolder(path)
-    draft = _without_shared(draft, source)
-    names = match_specs(source, draft.spec(), f"{where} does not fit its config.", _unused(draft), _plain)
-    return draft, read_specs(source, draft.spec(), names, dtype, placement, progress)
+    """Load a draft model; see `open_draft` and `DraftCheckpoint.read`."""
+    opened = open_draft(path_or_name, target, method)
+    return opened.draft, opened.read(dtype, placement)
 
 
-def load_mtp(
-    target_path: str | Path,
-    target: ModelConfig,
-    dtype: Any,
-    placement: Placement | None = None,
-    progress: Progress | None = None,
-) -> tuple[DraftModel, Params]:
-    """Load the layers of multi-token prediction that a model's own checkpoint has.
-
-    Args:
-        target_path: The model.
-        target: Its config.
-        dtype: The type of the weights.
-        placement: The mesh and its rules; None for one device.
-        progress: Called with a name, the bytes done and all bytes.
-
-    Raises:
-        CheckpointError: The checkpoint has no such layers, or they do not match the config.
-    """
-    path = resolve(target_path, progress)
+def _open_mtp(path: Path, target: ModelConfig) -> DraftCheckpoint:
+    """Open the layers of multi-token prediction that a model's own checkpoint has."""
     source = None if path.suffix == ".gguf" else SafetensorFolder(path)
     names = native_names(text_name(name) for name in source.tensors()) if source else None
     if source is None or names is None:
         raise CheckpointError(
-            f"{path} has no MTP layers: use another method, or `model` with a draft model", param="method"
+            f"{path} has no MTP layers: use another method, or name a draft model",
+            param="speculative_config.method",
         )
     draft = Mtp(target, names)
     found = match_specs(source, draft.spec(), f"{path}: its MTP layers do not fit its config.", [".*"], text_name)
-    return draft, read_specs(source, draft.spec(), found, dtype, placement, progress)
+    return DraftCheckpoint(draft, source, found)
 
 
 def save_draft(dst: str | Path, draft: DraftModel, params: Params, config: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def tapped(
         The hidden states, the cache, and the outputs of the layers `taps` side by side, [..., len(taps) * D]; the tap
         len(cfg.layers) is the hidden states themselves.
     """
-    outputs = dict.fromkeys(taps)
+    outputs: dict[int, Any] = dict.fromkeys(taps)
     hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows, outputs=outputs)
     if len(cfg.layers) in outputs:
         outputs[len(cfg.layers)] = hidden
@@ -183,23 +183,23 @@ def init_cache(
     platform: str | None = None,
 ) -> Cache:
     """Return an empty cache; `placement` and `platform` are those of the Paged contexts that it will be used with."""
-    abstract = abstract_cache(cfg, num_pages, page_size, dtype, placement, platform)
+    abstract = abstract_cache(cfg.layers, num_pages, page_size, dtype, placement, platform)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
 def abstract_cache(
-    cfg: ModelConfig,
+    layers: tuple[Layer, ...],
     num_pages: int,
     page_size: int,
     dtype: Any,
     placement: Placement | None = None,
     platform: str | None = None,
 ) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """Return the shapes and shardings of the cache that `init_cache` allocates."""
-    shapes = cache_shapes(cfg, num_pages, page_size, dtype, placement, platform)
+    """Return the shapes and shardings of the pages of these layers."""
+    shapes = cache_shapes(layers, num_pages, page_size, dtype, placement, platform)
     return tuple(
         None if shape is None else jax.ShapeDtypeStruct(shape, dtype, sharding=_pages_sharding(layer, placement))
-        for layer, shape in zip(cfg.layers, shapes, strict=True)
+        for layer, shape in zip(layers, shapes, strict=True)
     )
 
 

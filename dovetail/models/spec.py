@@ -151,7 +151,7 @@ _BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
 
 
 def cache_shapes(
-    cfg: ModelConfig,
+    layers: tuple[Layer, ...],
     num_pages: int,
     page_size: int,
     dtype: Any,
@@ -159,7 +159,7 @@ def cache_shapes(
     platform: str | None = None,
 ) -> tuple[tuple[int, ...] | None, ...]:
     """Return the shape of each layer's pages; None for a layer that reads another's. `platform`: see Paged."""
-    rows = [layer.attn.page_row(dtype, platform, placement) for layer in cfg.layers]
+    rows = [layer.attn.page_row(dtype, platform, placement) for layer in layers]
     return tuple(None if row is None else (num_pages, page_size, *row) for row in rows)
 
 

@@ -171,7 +171,7 @@ def local_size(one: ParamSpec, place: Placement | None, spread: bool = False) ->
 def local_rows(cfg: ModelConfig, chip: Chip | None, tensor: int, kv: str, spread: bool = False) -> list[int | None]:
     """Return the bytes of one token in each layer's pages on one device; None for a layer that reads another's."""
     place, platform = placement(chip, tensor), platform_of(chip)
-    shapes = cache_shapes(cfg, 1, 1, _numpy_dtype(compute_dtype(kv)), place, platform)
+    shapes = cache_shapes(cfg.layers, 1, 1, _numpy_dtype(compute_dtype(kv)), place, platform)
     return [
         None if shape is None else int(math.prod(shape) // page_parts(layer, place, spread) * HELD[kv])
         for layer, shape in zip(cfg.layers, shapes, strict=True)

@@ -168,12 +168,12 @@ def test_other_attention(family):
 def test_a_repetitive_prompt_needs_fewer_steps(method):
     """With the default options, which begin to speculate when steps have been measured."""
     llm = make_llm("llama3.1", speculative_config={"method": method}, max_num_seqs=2)
-    llm.runner.steps.all([llm.runner.buckets.verify(1, drafts) for drafts in llm.options.speculative_config.choices])
+    llm.runner.steps.all([llm.runner.buckets.verify(1, drafts) for drafts in llm.runner.buckets.drafts])
     params = replace(GREEDY, max_tokens=60)
     (expected,) = tokens_of(variant(llm).generate([PROMPTS[0][:8]], params))
     prompt = [*PROMPTS[0][:8], *expected, *PROMPTS[0][:8]]  # the answer stands in the prompt
     answer = variant(llm).generate([prompt], params)
-    llm.engine.speculator.length = Always(llm.options.speculative_config.choices)
+    llm.engine.speculator.length = Always(llm.runner.buckets.drafts)
     same(answer, llm.generate([prompt], params))
     assert llm.engine.stats().speculation.accepted_tokens > 0
 
@@ -350,14 +350,22 @@ def test_a_wrong_config_is_refused_before_a_model_is_read(given, param):
         EngineOptions(speculative_config=given)
 
 
-def test_drafters_with_weights_are_not_supported_yet():
-    with refuses("speculative_config.method", UnsupportedError, naming="eagle3"):
-        EngineOptions(speculative_config='{"method": "eagle3", "model": "x"}')
+@pytest.mark.parametrize(
+    ("given", "param", "kind"),
+    [
+        ({"method": "medusa", "model": "x"}, "speculative_config.method", UnsupportedError),
+        ({"method": "eagle3"}, "speculative_config.model", UserError),
+        ({"method": "ngram", "model": "x"}, "speculative_config.model", UserError),
+    ],
+)
+def test_methods_and_models_must_fit(given, param, kind):
+    with refuses(param, kind):
+        EngineOptions(speculative_config=given)
 
 
 def test_json_text_is_read():
     options = EngineOptions(speculative_config='{"method": "suffix", "num_speculative_tokens": 3}')
-    assert options.speculative_config.method == "suffix" and options.speculative_config.choices == (3,)
+    assert options.speculative_config.method == "suffix" and options.speculative_config.choices(7) == (3,)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.engine.request.sequence import Sequence
-from dovetail.engine.schedule.plan import PlanRow, StepPlan
+from dovetail.engine.schedule.plan import UNKNOWN, PlanRow, StepPlan
 from dovetail.ops.sample import SampleInputs
-
-UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
 
 # the fields of SampleInputs that are one number per row
 NUMBERS: dict[str, Any] = {

@@ -26,12 +26,14 @@ from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import NOTE
 from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
+from dovetail.engine.device.following import abstract_features
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
 from dovetail.engine.schedule.plan import StepDemand, StepLimits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
+from dovetail.models.draft.draft import DraftModel
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.serve_memory import sampler_bytes
 
@@ -122,6 +124,7 @@ class Programs:
     platform: str | None = None
     placement: Placement | None = None
     absent: Any = None  # the device to compile for, or the mesh's first, if it is not here
+    draft: DraftModel | None = None
 
     @property
     def everywhere(self) -> Any:
@@ -144,11 +147,20 @@ class Programs:
             return list(self.placement.mesh.devices.flat)
         return [self.absent] if self.absent else jax.devices()[:1]
 
+    @property
+    def features(self) -> Any:
+        """Return the abstract arrays of the draft model's features."""
+        return abstract_features(self.draft, self.buckets.max_rows, self.compute.dtype, self.everywhere)
+
     def pages(self, count: int) -> Any:
-        """Return the abstract arrays of a pool of `count` pages."""
-        where = self.placement, self.platform
+        """Return the abstract arrays of a pool of `count` pages, the model's and then the draft model's.
+
+        The latter has a page more, for draft tokens of rows that have no pages for them.
+        """
+        kinds = [(self.cfg.layers, count)] + ([(self.draft.layers, count + 1)] if self.draft else [])
+        shape = self.page_size, self.compute.dtype, self.placement, self.platform
         with self.device_kind():
-            return self._abstract(abstract_cache(self.cfg, count, self.page_size, self.compute.dtype, *where))
+            return self._abstract(sum((abstract_cache(layers, n, *shape) for layers, n in kinds), ()))
 
     def of(self, shape: Shape, params: Any, cache: Any) -> StepProgram:
         """Return the program of a shape with these weights and pages, which may be abstract."""
@@ -162,11 +174,12 @@ class Programs:
         if not shape.tokens:
             inputs = last, history, self._unsampled(shape), self._asked(shape)
             return StepProgram(shape, run_sampler, inputs, where, options)
-        static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute)
+        static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute, draft=self.draft)
         if shape.is_decode or shape.drafts:
-            state, run = DeviceState(cache, last, tables, history), run_verify if shape.drafts else run_decode
+            run = run_verify if shape.drafts else run_decode
+            state = DeviceState(cache, last, tables, history, self.features)
             return StepProgram(shape, run, (params, state, flat, self._asked(shape)), static, options)
-        return StepProgram(shape, run_prompts, (params, cache, tables, last, flat), static, options)
+        return StepProgram(shape, run_prompts, (params, cache, tables, last, flat, self.features), static, options)
 
     def compile(self, shape: Shape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
         """Return the compiled step with `pages` pages, from disk if it was kept.

@@ -21,13 +21,13 @@ import numpy as np
 from dovetail.core.types import Cache, Params, Weights
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
+from dovetail.engine.device.following import Features, with_draft
 from dovetail.engine.device.programs import CompiledSteps, Programs, StepProgram, limits_of
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
 from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import Gain, PlanRow, StepDemand, StepLimits, StepPlan
-from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of the step that is used while others are not compiled yet
@@ -145,8 +145,11 @@ def _tops(top: list[np.ndarray], count: int) -> list[Top]:
 class Runner:
     """Run plans with one set of weights and one KV pool."""
 
-    def __init__(self, programs: Programs, weights: Weights, num_pages: int, adapters: Adapters):
-        self.programs, self.adapters, self.weights = programs, adapters, weights
+    def __init__(
+        self, programs: Programs, weights: Weights, num_pages: int, adapters: Adapters, draft: Params | None = None
+    ):
+        self.programs, self.adapters, self.draft = programs, adapters, draft
+        self.weights = weights
         self.cfg, self.compute, self.buckets = programs.cfg, programs.compute, programs.buckets
         self.page_size, self.platform, self.placement = programs.page_size, programs.platform, programs.placement
         self.packer = Packer(self.buckets.max_rows)
@@ -157,9 +160,8 @@ class Runner:
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 
     def _allocate(self) -> None:
-        self.cache: Cache | None = init_cache(
-            self.cfg, self.num_pages, self.page_size, self.compute.dtype, self.placement, self.platform
-        )
+        self.cache: Cache | None = zeros_of(self.programs.pages(self.num_pages))
+        self.features: Features | None = zeros_of(self.programs.features)
         slots = self.buckets.max_rows + 1
         self.last = jnp.zeros(slots, jnp.int32, device=self.programs.everywhere)
         self.tables = jnp.zeros((slots, self.buckets.max_pages), jnp.int32, device=self.programs.everywhere)
@@ -173,11 +175,12 @@ class Runner:
     @weights.setter
     def weights(self, weights: Weights) -> None:
         self._weights = weights
-        self.params: Params = self.adapters.on(weights.params)  # as steps take them; made once, it takes a millisecond
+        params = self.adapters.on(weights.params)  # as steps take them; made once, it takes a millisecond
+        self.params: Params = with_draft(params, self.draft)
 
     def renew(self) -> None:
         """Allocate pages and last tokens again if a step that failed has consumed the donated ones."""
-        if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables))):
+        if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables, self.features))):
             self._allocate()
 
     # --- launching ----------------------------------------------------------------------------------------------------
@@ -199,14 +202,16 @@ class Runner:
 
     def _decode(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         assert self.cache is not None
-        step, state = self.steps(shape), DeviceState(self.cache, self.last, self.tables, sampler.history)
-        out, (self.cache, self.last, self.tables, sampler.history) = step(self.params, state, flat, asked)
+        step = self.steps(shape)
+        state = DeviceState(self.cache, self.last, self.tables, sampler.history, self.features)
+        out, state = step(self.params, state, flat, asked)
+        self.cache, self.last, self.tables, sampler.history, self.features = state
         return out
 
     def _prompts(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are donated
-        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat)
-        self.cache, self.tables = state
+        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat, self.features)
+        self.cache, self.tables, self.features = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
         return out._replace(hidden=hidden)
 
@@ -319,6 +324,7 @@ class Asleep:
 
     level: int
     host: Params | None  # level 1 keeps the weights here; level 2 drops them
+    draft: Params | None = None  # the draft model's weights, which both levels keep here
 
 
 def put_to_sleep(runner: Runner, level: int) -> Asleep:
@@ -331,8 +337,9 @@ def put_to_sleep(runner: Runner, level: int) -> Asleep:
     pages, runner.cache = runner.cache, abstract_of(runner.cache)
     for array in jax.tree.leaves(pages):
         array.delete()  # at once, whatever else refers to it
+    draft, runner.draft = jax.device_get(runner.draft), abstract_of(runner.draft)
     drop_weights(runner)
-    return Asleep(level, host)
+    return Asleep(level, host, draft)
 
 
 def drop_weights(runner: Runner) -> None:
@@ -342,11 +349,21 @@ def drop_weights(runner: Runner) -> None:
 
 def wake_up(runner: Runner, asleep: Asleep) -> None:
     """Allocate empty pages, and move the weights back from the host unless new ones have come meanwhile."""
-    weights = runner.weights
-    if asleep.host is not None and is_abstract(weights.params):
-        placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), asleep.host, weights.params)
-        runner.weights = Weights(placed, weights.version)
-    runner.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), runner.cache)
+    weights, params = runner.weights, runner.weights.params
+    runner.draft = _placed(asleep.draft, runner.draft)
+    if asleep.host is not None and is_abstract(params):
+        params = _placed(asleep.host, params)
+    runner.weights = Weights(params, weights.version)
+    runner.cache = zeros_of(runner.cache)
+
+
+def _placed(host: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, abstract: jax.device_put(x, abstract.sharding), host, like)
+
+
+def zeros_of(abstract: Any) -> Any:
+    """Allocate the arrays of a tree of abstract ones."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
 def abstract_of(arrays: Any) -> Any:

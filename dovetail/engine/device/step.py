@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,13 @@ import jax.numpy as jnp
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Paged, Params
-from dovetail.engine.device.batch import UNKNOWN, Shape, StepArrays, sample_inputs, unpack
+from dovetail.engine.device.batch import Shape, StepArrays, sample_inputs, unpack
+from dovetail.engine.device.following import Features, follow, propose
 from dovetail.engine.request.params import MAX_LOGPROBS
+from dovetail.engine.schedule.plan import REJECTED, UNKNOWN
 from dovetail.models.config import ModelConfig
-from dovetail.models.decoder import forward, unembed
+from dovetail.models.decoder import tapped, unembed
+from dovetail.models.draft.draft import DraftModel
 from dovetail.ops.adapter import choose
 from dovetail.ops.paged import token_rows
 from dovetail.ops.sample import SampleInputs, advance, count_tokens, logprobs, sample
@@ -31,6 +35,7 @@ class DeviceState(NamedTuple):
     last: jax.Array  # [slots + 1] the last token that each slot sampled; the last slot is padding's
     tables: jax.Array  # [slots + 1, M] each slot's pages
     history: jax.Array  # [slots, V]: see ops.sample.count_tokens
+    features: Features | None = None  # of a draft model
 
 
 class StepOutput(NamedTuple):
@@ -50,7 +55,7 @@ class Unsampled(NamedTuple):
 
 
 NO_DRAFT = -1  # of a row with fewer draft tokens than the shape has
-STATIC = ("cfg", "shape", "compute", "platform", "placement")
+STATIC = ("cfg", "shape", "compute", "draft", "platform", "placement")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("state",))
@@ -63,6 +68,7 @@ def run_decode(
     cfg: ModelConfig,
     shape: Shape,
     compute: Compute,
+    draft: DraftModel | None = None,
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[StepOutput, DeviceState]:
@@ -76,6 +82,7 @@ def run_decode(
         cfg: The model's config.
         shape: The step's shape.
         compute: The types to compute in.
+        draft: The draft model, whose weights are `params["draft"]`.
         platform: The device's platform if it is not jax's default.
         placement: The mesh and its rules; None for one device.
     """
@@ -87,20 +94,32 @@ def run_decode(
     last = state.last.at[batch.slots].set(known)
     params = choose(params, batch.adapters)
 
-    def one(i, cache, last, history):
+    def one(i, cache, last, history, features):
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
         _, positions, _ = token_rows(ctx, shape.tokens)
         with compute.products(platform):
-            hidden, cache = forward(params, cfg, last[batch.slots], positions, ctx, cache)
+            tokens = last[batch.slots]
+            hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
             logits = unembed(params, cfg, hidden)
+            if draft is not None:
+                assert cache is not None
+                newest = jnp.arange(shape.rows)
+                cache, features = follow(
+                    draft, params, cfg, tokens, seen, ctx, cache, features, batch.slots, newest
+                )  # fmt: skip
         inputs = advance(sample_inputs(batch.numbers, asked), i)
         out, last, history = _sample(logits, batch.slots, inputs, last, history, platform, placement)
-        return out, (cache, last, history)
+        return out, (cache, last, history, features)
 
-    out, (cache, last, history) = _repeat(one, (state.cache, last, state.history), shape.steps)
-    return StepOutput(*out), DeviceState(cache, last, tables, history)
+    carry = state.cache, last, state.history, state.features
+    out, (cache, last, history, features) = _repeat(one, carry, shape.steps)
+    return StepOutput(*out), DeviceState(cache, last, tables, history, features)
+
+
+def _taps(draft: DraftModel | None) -> tuple[int, ...]:
+    return draft.taps if draft else ()
 
 
 def _repeat(one: Callable, carry: tuple, steps: int) -> tuple[Any, tuple]:
@@ -129,6 +148,7 @@ def run_verify(
     cfg: ModelConfig,
     shape: Shape,
     compute: Compute,
+    draft: DraftModel | None = None,
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[StepOutput, DeviceState]:
@@ -139,33 +159,51 @@ def run_verify(
     in its place, so that the output is the one without draft tokens. The arguments are those of `run_decode`; the mask
     of `asked` is [1 + drafts, S, W].
 
+    A draft token that is UNKNOWN is proposed here by the draft model.
+
     Returns:
-        The output with tokens and log-probabilities of [1 + drafts, S], meaningless after a rejected draft token.
+        The output with tokens and log-probabilities of [1 + drafts, S]; tokens after a rejected draft token are
+        REJECTED, and their log-probabilities meaningless.
     """
     batch = unpack(flat, shape)
     tables = _with_new_pages(state.tables, batch)
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
     row, positions, _ = token_rows(ctx, shape.tokens)
     params = choose(params, batch.adapters[row])
+    inputs, tokens, cache = sample_inputs(batch.numbers, asked), batch.tokens, state.cache
     with compute.products(platform):
-        hidden, cache = forward(params, cfg, batch.tokens, positions, ctx, state.cache)
+        if draft is not None:
+            first = replace(inputs, mask=inputs.mask[0])
+            proposed, cache = propose(
+                draft, params, cfg, tokens[batch.cu_q_lens[:-1]], ctx, cache, state.features, batch.slots, first,
+                state.history, shape.drafts,
+            )  # fmt: skip
+            offset = jnp.clip(jnp.arange(shape.tokens) - batch.cu_q_lens[row] - 1, 0, shape.drafts - 1)
+            tokens = jnp.where(tokens == UNKNOWN, proposed[offset, row], tokens)
+        hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
         logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
     assert cache is not None
     # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
     counts, order = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], jnp.arange(1 + shape.drafts)[:, None]
     at = batch.cu_q_lens[:-1] + jnp.minimum(order, jnp.maximum(counts - 1, 0))
-    drafts = jnp.where(order + 1 < counts, batch.tokens[jnp.minimum(at + 1, shape.tokens - 1)], NO_DRAFT)[:-1]
-    inputs = sample_inputs(batch.numbers, asked)
+    drafts = jnp.where(order + 1 < counts, tokens[jnp.minimum(at + 1, shape.tokens - 1)], NO_DRAFT)[:-1]
     each, table = _each_position(inputs, state.history, drafts)
     table = constrain(table, placement, None, "vocab")
     sampled = sample(logits[at.reshape(-1)], each, table, MAX_LOGPROBS, platform, placement)
-    tokens, scores = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
-    kept = jnp.cumprod(tokens[:-1] == drafts, axis=0)  # [drafts, S]
+    found, scores = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
+    kept = jnp.cumprod(found[:-1] == drafts, axis=0)  # [drafts, S]
     kept = jnp.concatenate([jnp.ones_like(kept[:1]), kept])
     slots = jnp.where(kept == 1, inputs.slot, state.history.shape[0])
-    history = constrain(count_tokens(state.history, slots, tokens), placement, None, "vocab")
-    last = state.last.at[batch.slots].set(jnp.take_along_axis(tokens, kept.sum(axis=0)[None] - 1, axis=0)[0])
-    return StepOutput(tokens, scores), DeviceState(cache, last, tables, history)
+    history = constrain(count_tokens(state.history, slots, found), placement, None, "vocab")
+    newest = kept.sum(axis=0)[None] - 1
+    last = state.last.at[batch.slots].set(jnp.take_along_axis(found, newest, axis=0)[0])
+    features = state.features
+    if draft is not None:
+        with compute.products(platform):
+            end = jnp.take_along_axis(at, newest, axis=0)[0]
+            cache, features = follow(draft, params, cfg, tokens, seen, ctx, cache, features, batch.slots, end)
+    output = StepOutput(jnp.where(kept == 1, found, REJECTED), scores)
+    return output, DeviceState(cache, last, tables, history, features)
 
 
 def _each_position(inputs: SampleInputs, history: jax.Array, drafts: jax.Array) -> tuple[SampleInputs, jax.Array]:
@@ -184,27 +222,29 @@ def _each_position(inputs: SampleInputs, history: jax.Array, drafts: jax.Array) 
     return SampleInputs(**{name: x.reshape(-1, *x.shape[2:]) for name, x in wide.items()}), table.reshape(-1, V)
 
 
-@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables"))
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables", "features"))
 def run_prompts(
     params: Params,
     cache: Cache,
     tables: jax.Array,
     last: jax.Array,
     flat: jax.Array,
+    features: Features | None,
     *,
     cfg: ModelConfig,
     shape: Shape,
     compute: Compute,
+    draft: DraftModel | None = None,
     platform: str | None = None,
     placement: Placement | None = None,
-) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array]]:
+) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array, Features | None]]:
     """Run a step over a ragged batch up to its logits; the arguments are those of `run_decode`.
 
     Sampling is a program of its own (`run_sampler`), compiled once per number of rows instead of also per number of
     tokens.
 
     Returns:
-        ((the sampler's inputs, the hidden states), (cache, tables)).
+        ((the sampler's inputs, the hidden states), (cache, tables, features)).
     """
     batch = unpack(flat, shape)
     tables = _with_new_pages(tables, batch)
@@ -215,14 +255,20 @@ def run_prompts(
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     params = choose(params, batch.adapters[row])
     with compute.products(platform):
-        wanted = None if shape.keeps_hidden else ends  # of a prompt, only its last token
-        hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
-        logits = unembed(params, cfg, hidden[ends] if shape.keeps_hidden else hidden)
+        every = shape.keeps_hidden or any(tap >= len(cfg.layers) - 1 for tap in _taps(draft))
+        wanted = None if every else ends  # of a prompt, only its last token
+        hidden, new_cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, wanted, _taps(draft))
+        logits = unembed(params, cfg, hidden[ends] if every else hidden)
+        if draft is not None:
+            assert new_cache is not None
+            new_cache, features = follow(
+                draft, params, cfg, tokens, seen, ctx, new_cache, features, batch.slots, ends
+            )  # fmt: skip
         # keep the vocabulary split first: with a replicated result XLA gathers the weights instead of the logits
         logits = constrain(logits, placement, None, "vocab")
     slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
     left = [constrain(x, placement, None, *(None,) * (x.ndim - 1)) for x in (logits, slots, batch.numbers)]
-    return (Unsampled(*left), hidden if shape.keeps_hidden else None), (new_cache, tables)
+    return (Unsampled(*left), hidden if shape.keeps_hidden else None), (new_cache, tables, features)
 
 
 @functools.partial(jax.jit, static_argnames=("platform", "placement"), donate_argnames=("last", "history"))

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from dovetail.engine.request.sequence import Sequence
 
+UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled, or a draft model's
+REJECTED = -1  # in place of a token that was sampled after a rejected draft token
+
 
 @dataclass
 class PlanRow:
@@ -16,7 +19,7 @@ class PlanRow:
 
     With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
     step of a plan with several). With `drafts`, the newest token is followed by these draft tokens, and the step
-    samples after each of them.
+    samples after each of them; a draft model proposes those that are UNKNOWN.
     """
 
     seq: Sequence

@@ -16,7 +16,6 @@ import heapq
 import itertools
 import time
 from bisect import bisect_left, insort
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -27,10 +26,9 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.request.sequence import Sequence, Status, Stops
 from dovetail.engine.schedule.blocks import BlockPool
-from dovetail.engine.schedule.plan import Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import REJECTED, Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
 
 _RANK = attrgetter("rank")
-REJECTED = -1  # in place of a token that was sampled after a rejected draft token
 _FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is slow in a loop over rows
 
 
@@ -410,7 +408,8 @@ class Scheduler:
             plan: The oldest plan that was not committed.
             sampled: [steps, S] tokens with a column for each of the plan's rows, also for rows that do not sample;
                 further columns are padding. Tokens after the one that ends a sequence are dropped. A verify step has
-                [1 + drafts, S]: the tokens sampled after the newest token and after each draft token.
+                [1 + drafts, S]: the tokens sampled after the newest token and after each draft token, REJECTED after a
+                draft token that is not the token sampled in its place.
             stops: Finds where sequences end.
 
         Returns:
@@ -422,8 +421,6 @@ class Scheduler:
             wanted = f"{steps} steps of {len(rows)} rows"
             raise RuntimeError(f"expected the tokens of {wanted}, got an array {list(sampled.shape)}")
         sampled = sampled[:, : len(rows)]
-        if plan.num_drafts:
-            sampled = accepted(sampled, [row.drafts for row in rows])
         ends, size = stops.find(sampled), self.config.page_size
         gains: list[Gain] = []
         for i, row, tokens in zip(range(len(rows)), rows, sampled.T.tolist(), strict=True):
@@ -481,21 +478,3 @@ class Scheduler:
             len(running), len(self.waiting), pool.num_used, pool.num_cached, pool.num_pages, pool.waste(unfilled),
             self.preemptions, self.prompt_tokens, pool.query_tokens, pool.hit_tokens,
         )  # fmt: skip
-
-
-def accepted(sampled: np.ndarray, drafts: Seq[Seq[int]]) -> np.ndarray:
-    """Return the sampled tokens [1 + K, S] with REJECTED wherever an earlier draft token of the row was not sampled.
-
-    A draft token is accepted if it is the token that the target samples in its place, with the same seed and position
-    as without speculation. The token sampled after the last accepted one is kept too.
-
-    Args:
-        sampled: PlanRow j has the tokens sampled after j draft tokens.
-        drafts: The draft tokens of each of the S rows, at most K.
-    """
-    count = len(sampled) - 1
-    table = np.full((count, len(drafts)), REJECTED, sampled.dtype)
-    for i, each in enumerate(drafts):
-        table[: len(each), i] = each
-    kept = np.cumprod(sampled[:count] == table, axis=0, dtype=bool)
-    return np.concatenate([sampled[:1], np.where(kept, sampled[1:], REJECTED)])

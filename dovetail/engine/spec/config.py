@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.core.option import check_name, check_options, default_of, option, options_of
 
-Method = Literal["ngram", "suffix"]
-NOT_YET = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark", "medusa")  # vLLM's, which need draft weights
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash", "dspark"]
+WITHOUT_WEIGHTS = ("ngram", "suffix")
+NOT_SUPPORTED = ("eagle", "medusa", "mlp_speculator", "custom_class")  # vLLM's others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,18 @@ class SpeculativeConfig:
         UserError: A key is unknown, out of its range or not read by the method; `param` names it.
     """
 
-    method: str = option("ngram", "How draft tokens are proposed: ngram or suffix.", choices=get_args(Method))
-    num_speculative_tokens: int = option(7, "Most draft tokens per sequence and step.", least=1, most=63)
+    method: str | None = option(
+        None,
+        "How draft tokens are proposed. Default: ngram, or with a model what its config.json says.",
+        choices=get_args(Method),
+    )
+    model: str | None = option(
+        None, "The draft model: a folder, hub id or catalogue name. mtp: by default the target's own checkpoint."
+    )
+    num_speculative_tokens: int | None = option(
+        None, "Most draft tokens per sequence and step. Default: 7, or what the draft model was trained for.",
+        least=1, most=63,
+    )  # fmt: skip
     prompt_lookup_min: int = option(2, "ngram: least tokens of a match.", least=1)
     prompt_lookup_max: int = option(5, "ngram: most tokens of a match.", least=1)
     suffix_decoding_max_tree_depth: int = option(24, "suffix: most tokens of a match.", least=2)
@@ -32,6 +43,8 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = option(0.1, "suffix: least probability of a draft token.", least=0, most=1)
 
     def __post_init__(self):
+        if self.method is None and self.model is None:
+            object.__setattr__(self, "method", "ngram")
         check_options(self)
         self._check_read()
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -56,10 +69,9 @@ class SpeculativeConfig:
                 raise _refused("", f"must be a JSON object such as {EXAMPLE}: {error}") from None
         if not isinstance(given, Mapping):
             raise _refused("", f"must be a JSON object such as {EXAMPLE}, got {given!r}")
-        if given.get("method") in NOT_YET:
+        if given.get("method") in NOT_SUPPORTED:
             raise UnsupportedError(
-                f"`speculative_config.method` must be one of {', '.join(get_args(Method))}, got {given['method']!r}: "
-                "drafters with weights of their own are not supported yet",
+                f"`speculative_config.method` must be one of {', '.join(get_args(Method))}, got {given['method']!r}",
                 param="speculative_config.method",
             )
         for name in given:
@@ -67,19 +79,32 @@ class SpeculativeConfig:
         return cls(**given)
 
     def _check_read(self) -> None:
-        """Refuse keys that are set and that the method does not read."""
+        """Refuse keys that are set and that the method does not read, and a missing model."""
         for prefix, method in (("prompt_lookup_", "ngram"), ("suffix_decoding_", "suffix")):
             for name, value in vars(self).items():
                 if name.startswith(prefix) and self.method != method and value != default_of(type(self), name):
                     raise _refused(name, f"is read by method={method} only, got method={self.method}: leave it out")
+        if self.model and self.method in WITHOUT_WEIGHTS:
+            raise _refused("model", f"is not read by method={self.method}, got {self.model!r}: leave one of them out")
+        if not self.model and self.method not in (*WITHOUT_WEIGHTS, "mtp"):
+            raise _refused("model", f"must name the draft model of method={self.method}, got none")
 
     @property
-    def choices(self) -> tuple[int, ...]:
-        """Return the numbers of draft tokens that verify steps are compiled for: half of the most, and the most."""
-        most = self.num_speculative_tokens
+    def has_weights(self) -> bool:
+        """Return whether draft tokens come from a draft model."""
+        return self.method not in WITHOUT_WEIGHTS
+
+    def choices(self, most: int) -> tuple[int, ...]:
+        """Return the numbers of draft tokens that verify steps are compiled for: half of the most, and the most.
+
+        Args:
+            most: The draft tokens per step if `num_speculative_tokens` does not say.
+        """
+        most = self.num_speculative_tokens or most
         return (most // 2, most) if most >= 4 else (most,)
 
 
+DRAFT_TOKENS = 7  # most draft tokens per step of drafters without weights
 EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 7}\''
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dovetail.engine.request.sequence import Sequence
+from dovetail.engine.schedule.plan import UNKNOWN
 
 
 class Drafter(Protocol):
@@ -21,3 +22,14 @@ class Drafter(Protocol):
     def finish(self, seq: Sequence) -> None:
         """Learn from the output of a sequence that ended."""
         ...
+
+
+class DeviceDrafter:
+    """Leave the draft tokens to the draft model, which runs in the verify step."""
+
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return `most` unknown tokens; none for a sequence whose masks depend on the tokens before (a grammar)."""
+        return () if seq.single_step else (UNKNOWN,) * most
+
+    def finish(self, seq: Sequence) -> None:
+        """Do nothing: the weights are fixed."""

@@ -10,7 +10,7 @@ from dovetail.engine.request.sequence import Sequence, Status
 from dovetail.engine.schedule.plan import Drafts, StepPlan
 from dovetail.engine.spec.config import SpeculativeConfig
 from dovetail.engine.spec.draft_length import DraftLength
-from dovetail.engine.spec.drafter import Drafter
+from dovetail.engine.spec.drafter import DeviceDrafter, Drafter
 from dovetail.engine.spec.ngram import NgramDrafter
 from dovetail.engine.spec.suffix import SuffixDrafter
 
@@ -55,17 +55,19 @@ class Speculator:
                 self.drafter.finish(seq)
 
 
-def speculator_of(config: SpeculativeConfig | None) -> Speculator | None:
-    """Return the speculator of a config."""
-    if config is None:
-        return None
+def speculator_of(config: SpeculativeConfig | None, choices: tuple[int, ...]) -> Speculator | None:
+    """Return the speculator of a config; `choices` are the numbers of draft tokens that steps are compiled for."""
+    return Speculator(_drafter(config), DraftLength(choices)) if config else None
+
+
+def _drafter(config: SpeculativeConfig) -> Drafter:
+    if config.has_weights:
+        return DeviceDrafter()
     if config.method == "ngram":
-        drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    else:
-        drafter = SuffixDrafter(
-            config.suffix_decoding_max_tree_depth,
-            config.suffix_decoding_max_cached_requests,
-            config.suffix_decoding_max_spec_factor,
-            config.suffix_decoding_min_token_prob,
-        )
-    return Speculator(drafter, DraftLength(config.choices))
+        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    return SuffixDrafter(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_cached_requests,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )

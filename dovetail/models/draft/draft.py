@@ -107,7 +107,7 @@ class DraftModel(Protocol):
             params: The draft model's weights.
             target: The target.
             tokens: [S], each sequence's newest token.
-            ctx: Rows of one token: kv_lens is n + 1. The tables have pages up to position n + count.
+            ctx: Rows of one token: kv_lens is n + 1. Where a row has no pages, its table has a page that nobody reads.
             cache: The draft model's pages. What is written from position n on is overwritten by the next `absorb`.
             carried: [S, F], the features of the tokens before the newest.
             count: How many tokens to propose, at most `most`.

@@ -11,7 +11,6 @@ from typing import Any
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.models.config import ModelConfig
-from dovetail.models.draft.check import check_size
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.registry import parse_config
 
@@ -63,8 +62,6 @@ def parse_draft(hf: dict[str, Any], target: ModelConfig, where: str) -> DraftMod
         from dovetail.models.draft.dflash_config import parse_dflash
 
         return parse_dflash(hf, target, where)
-    from dovetail.models.draft.plain import PlainDraft
+    from dovetail.models.draft.plain import plain_draft
 
-    cfg = parse_config(hf, where)
-    check_size("vocab_size", cfg.vocab, target.vocab, where)
-    return PlainDraft(cfg)
+    return plain_draft(parse_config(hf, where), target, where)

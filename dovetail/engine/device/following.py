@@ -1,0 +1,138 @@
+"""The parts of a step that run a draft model: follow what the target computed, and propose draft tokens.
+
+S rows, T tokens, D model dim, F width of a feature, K draft tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.types import Cache, Paged, Params
+from dovetail.engine.request.params import MAX_LOGPROBS
+from dovetail.models.config import ModelConfig
+from dovetail.models.draft.draft import Carried, DraftModel, Target
+from dovetail.ops.sample import SampleInputs, advance, sample
+
+
+class Features(NamedTuple):
+    """Hold the feature of the last token that each slot computed (see models.draft)."""
+
+    values: jax.Array  # [slots + 1, F]
+    position: jax.Array  # [slots + 1] of that token in its sequence
+
+
+def with_draft(params: Params, draft: Params | None) -> Params:
+    """Return the weights of a step: the target's, and under `draft` the draft model's."""
+    return params if draft is None else {**params, "draft": draft}
+
+
+def abstract_features(draft: DraftModel | None, slots: int, dtype: Any, sharding: Any) -> Features | None:
+    """Return the abstract arrays of the features of `slots` slots; None if there are none."""
+    if draft is None or not draft.feature_dim:
+        return None
+    values = jax.ShapeDtypeStruct((slots + 1, draft.feature_dim), dtype, sharding=sharding)
+    position = jax.ShapeDtypeStruct((slots + 1,), jnp.int32, sharding=sharding)
+    return Features(values, position)  # type: ignore[arg-type]
+
+
+def follow(
+    draft: DraftModel,
+    params: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    seen: jax.Array | None,
+    ctx: Paged,
+    cache: Cache,
+    features: Features | None,
+    slots: jax.Array,
+    newest: jax.Array,
+) -> tuple[Cache, Features | None]:
+    """Let the draft model follow a call of the target.
+
+    Args:
+        draft: The draft model; its weights are `params["draft"]`, its pages follow the target's in the cache.
+        params: The weights.
+        cfg: The target.
+        tokens: [T].
+        seen: [T, len(taps) * D], the outputs of the tapped layers; None without taps.
+        ctx: The context of the call.
+        cache: The pages.
+        features: The features of earlier calls.
+        slots: [S], the rows' slots.
+        newest: [S], the last of each row's tokens that is kept, among the T.
+
+    Returns:
+        The pages and the features with the new tokens.
+    """
+    own = len(cfg.layers)
+    seen = jnp.zeros((tokens.shape[0], 0)) if seen is None else seen
+    starts = ctx.kv_lens - jnp.diff(ctx.cu_q_lens)
+    carried = None
+    if features is not None:
+        carried = Carried(features.values[slots], features.position[slots] == starts - 1)
+    pages, new = draft.absorb(params["draft"], Target(params, cfg), tokens, seen, ctx, cache[own:], carried)
+    if features is not None:
+        assert new is not None
+        position = starts + newest - ctx.cu_q_lens[:-1]
+        values = features.values.at[slots].set(new[newest].astype(features.values.dtype))
+        features = Features(values, features.position.at[slots].set(position))
+    return (*cache[:own], *pages), features
+
+
+def propose(
+    draft: DraftModel,
+    params: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    ctx: Paged,
+    cache: Cache,
+    features: Features | None,
+    slots: jax.Array,
+    inputs: SampleInputs,
+    history: jax.Array,
+    count: int,
+) -> tuple[jax.Array, Cache]:
+    """Return draft tokens [count, S] and the pages.
+
+    They are sampled as the target samples them, with the noise of the same seeds and positions: at a temperature, equal
+    distributions then give equal tokens, and similar ones mostly do.
+
+    Args:
+        draft: The draft model.
+        params: The weights, with the draft model's.
+        cfg: The target.
+        tokens: [S], the newest token of each row.
+        ctx: The context of the verify step, whose rows have the newest token and room for draft tokens.
+        cache: The pages.
+        features: The features of earlier calls.
+        slots: [S].
+        inputs: The sampling parameters of the rows, for the position after the newest token.
+        history: The counts of the penalties.
+        count: K.
+    """
+    own, S = len(cfg.layers), tokens.shape[0]
+    drafted = jnp.maximum(jnp.diff(ctx.cu_q_lens) - 1, 0)
+    first = jnp.minimum(jnp.arange(S + 1), ctx.num_seqs[0])
+    rows = replace(ctx, block_tables=_safe(ctx, cache[own]), kv_lens=ctx.kv_lens - drafted, cu_q_lens=first)
+    bare = replace(inputs, top_logprobs=jnp.full_like(inputs.top_logprobs, -1))
+
+    def pick(j: int, logits: jax.Array) -> jax.Array:
+        return sample(logits, advance(bare, j), history, MAX_LOGPROBS, ctx.platform, ctx.placement)[0]
+
+    carried = features.values[slots] if features is not None else None
+    target = Target(params, cfg)
+    found, pages = draft.draft(params["draft"], target, tokens, rows, cache[own:], carried, count, pick)
+    return found, (*cache[:own], *pages)
+
+
+def _safe(ctx: Paged, pages: jax.Array) -> jax.Array:
+    """Return the rows' tables with the scratch page where a row has no page of its own.
+
+    The table of a slot still has pages of earlier sequences there, which may belong to others now.
+    """
+    starts = jnp.arange(ctx.block_tables.shape[1]) * pages.shape[1]
+    return jnp.where(starts < ctx.kv_lens[:, None], ctx.block_tables, pages.shape[0] - 1)

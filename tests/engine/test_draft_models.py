@@ -1,0 +1,142 @@
+"""Draft models in the engine: whatever they propose, the output is the one without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine.engines import GREEDY, OPTIONS, mixed_prompts, variant
+from engine.test_speculation import CASES, SAMPLED, Always, same
+from refusals import refuses
+from tune.small_models import CONFIG, model_folder
+
+from dovetail.core.errors import CheckpointError
+from dovetail.core.spec import init
+from dovetail.engine.llm import LLM
+from dovetail.engine.spec.speculator import Speculator, speculator_of
+from dovetail.io.draft_folder import save_draft
+from dovetail.models.draft.registry import parse_draft
+from dovetail.models.registry import read_config
+
+DRAFTS = 4
+PROMPTS = mixed_prompts(5, most=60)
+SIZES = {name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+                                         "num_key_value_heads", "max_position_embeddings")}  # fmt: skip
+LAYER = SIZES | dict(model_type="qwen3", head_dim=16, rms_norm_eps=1e-5, num_hidden_layers=1, rope_theta=10_000.0)
+BLOCKS = dict(draft_vocab_size=CONFIG["vocab_size"], block_size=DRAFTS + 1, mask_token_id=2,
+              aux_hidden_state_layer_ids=[1, 2])  # fmt: skip
+PUBLISHED = {
+    "eagle3": dict(draft_vocab_size=CONFIG["vocab_size"], eagle_aux_hidden_state_layer_ids=[1, 2, 2]),
+    "dflash": BLOCKS,
+    "dspark": BLOCKS | dict(markov_rank=8),
+}
+SOME = ["itself", "eagle3", "dspark"]
+KINDS = [*SOME, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("another model", "dflash"))]
+
+
+def draft_folder(kind: str, place) -> str:
+    """Return a draft model of a kind for the model of `model_folder(place)`."""
+    if kind == "itself":
+        return model_folder(place)
+    if kind == "another model":
+        return model_folder(place, seed=1, num_hidden_layers=1)
+    config = dict(speculators_model_type=kind, transformer_layer_config=LAYER, **PUBLISHED[kind])
+    draft, folder = parse_draft(config, read_config(Path(model_folder(place))), kind), place / kind
+    save_draft(folder, draft, init(draft.spec(), jax.random.key(5), jnp.float32, 0.1), config)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llm(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp("drafts")
+    config = {"model": draft_folder(request.param, place), "num_speculative_tokens": DRAFTS}
+    made = LLM(model_folder(place), **OPTIONS | dict(max_num_seqs=4), speculative_config=config)
+    made.kind = request.param
+    made.runner.steps.all([made.runner.buckets.verify(rows, DRAFTS) for rows in (1, 2, 4)])
+    return made
+
+
+def drafting(llm: LLM, **how) -> LLM:
+    engine = variant(llm, **how)
+    made = speculator_of(llm.options.speculative_config, (DRAFTS,))
+    engine.engine.speculator = Speculator(made.drafter, Always((DRAFTS,)))
+    return engine
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled, n=3", "logprobs", "penalties", "truncation", "min_tokens"])
+def test_the_output_is_the_one_without_a_draft_model(llm, name):
+    params = CASES[name]
+    engine = drafting(llm)
+    same(variant(llm).generate(PROMPTS, params), engine.generate(PROMPTS, params))
+    counts = engine.engine.stats().speculation
+    assert counts.drafts > 0
+    if llm.kind == "itself" and name != "penalties":  # the penalties of draft tokens are not counted while drafting
+        assert counts.accepted_tokens == counts.draft_tokens
+
+
+def test_preempted_sequences_and_prefix_hits(llm):
+    params = replace(SAMPLED, n=2, max_tokens=40)
+    expected = variant(llm).generate(PROMPTS, params)
+    engine = drafting(llm, pages=40)
+    for _ in range(2):  # the second time, prompts and outputs are in the prefix cache, with the draft model's pages
+        same(expected, engine.generate(PROMPTS, params))
+    stats = engine.engine.stats()
+    assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    if llm.kind == "itself":
+        assert stats.speculation.accepted_tokens == stats.speculation.draft_tokens
+
+
+def test_grammars_beside_rows_with_draft_tokens(llm):
+    """A grammar's masks depend on each token, so such a row has no draft tokens."""
+    free = replace(SAMPLED, max_tokens=20)
+    params = [free, replace(free, structured_outputs={"regex": "[a-d]{2,9}-[0-9]{3}"}), replace(GREEDY, max_tokens=20)]
+    prompts = ["say one", "say two", "say three"]
+    engine = drafting(llm)
+    same(variant(llm).generate(prompts, params), engine.generate(prompts, params))
+    assert engine.engine.stats().speculation.drafts > 0
+
+
+def test_several_steps_a_dispatch_before_draft_tokens(llm):
+    """Decode steps keep the draft model's pages complete."""
+    engine = drafting(llm, steps=4)
+    engine.engine.speculator.length = Late((DRAFTS,))
+    same(variant(llm).generate(PROMPTS[:1], SAMPLED), engine.generate(PROMPTS[:1], SAMPLED))
+    counts = engine.engine.stats().speculation
+    assert counts.drafts > 0 and (llm.kind != "itself" or counts.accepted_tokens == counts.draft_tokens)
+
+
+class Late(Always):
+    """Speculate after a few dispatches."""
+
+    asked = 0
+
+    def choose(self, rows):
+        self.asked += 1
+        return self.choices[-1] if self.asked > 3 else 0
+
+
+def test_sleep_and_new_weights_keep_the_draft_model(llm):
+    expected = drafting(llm).generate(PROMPTS[:2], GREEDY)
+    engine = drafting(llm)
+    engine.engine.sleep(1)
+    engine.engine.wake_up()
+    same(expected, engine.generate(PROMPTS[:2], GREEDY))
+    assert engine.engine.stats().speculation.drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "param"),
+    [
+        ({"vocab_size": CONFIG["vocab_size"] + 8}, {}, "speculative_config.model"),
+        ({}, {"method": "eagle3"}, "speculative_config.method"),
+        ({}, {"method": "mtp"}, "speculative_config.method"),
+        ({}, {"num_speculative_tokens": 63, "method": "dspark"}, "speculative_config.method"),
+    ],
+)
+def test_what_cannot_draft_is_refused(changes, config, param, tmp_path):
+    other = model_folder(tmp_path, seed=2, **changes)
+    with refuses(param, CheckpointError):
+        LLM(model_folder(tmp_path), **OPTIONS, speculative_config={"model": other, **config})
