@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.core.spec import is_spec
+from dovetail.core.mesh import Placement, param_sharding
+from dovetail.core.spec import is_spec, tree_map
 from dovetail.core.types import Paged
 from dovetail.models.draft.draft import Carried, Target
+from dovetail.models.spec import spec
 
 PAGE, WIDTH, POOL = 4, 8, 40  # a page's tokens, a sequence's most pages, all pages
 ROWS, TOKENS = 4, 24  # of a call, padding included
@@ -35,12 +37,16 @@ class Follower:
     params: dict
     target: Target
     cache: tuple = ()
+    placement: Placement | None = None
 
     def __post_init__(self):
         rng = np.random.default_rng(3)
         rows = [layer.attn.page_row(np.float32, None, None) for layer in self.draft.layers]
         self.cache = tuple(jnp.asarray(rng.normal(size=(POOL, PAGE, *row)), jnp.float32) for row in rows)
         self.free = rng.permutation(POOL).tolist()
+        if self.placement is not None:
+            self.params = _placed(self.draft.spec(), self.params, self.placement)
+            self.target = Target(_placed(spec(self.target.cfg), self.target.params, self.placement), self.target.cfg)
 
     def sequence(self, tokens, tapped, shared: list[int] = ()) -> Sequence:
         """Return a sequence with pages for its tokens and drafts, the first of them `shared`."""
@@ -49,7 +55,7 @@ class Follower:
 
     def absorb(self, *parts: tuple[Sequence, int, int]) -> np.ndarray:
         """Absorb tokens start to end of each sequence in one call; return the features [T, F]."""
-        ctx = _context([(s, end, end - start) for s, start, end in parts])
+        ctx = self._context([(s, end, end - start) for s, start, end in parts])
         tokens, tapped = np.zeros(TOKENS, np.int32), np.ones((TOKENS, parts[0][0].tapped.shape[1]), np.float32)
         feature = np.full((ROWS, self.draft.feature_dim), np.nan, np.float32)  # what is not known must not be used
         known, at = np.zeros(ROWS, bool), 0
@@ -70,7 +76,7 @@ class Follower:
 
         `forced` [count, rows]: the tokens that are picked, whatever the logits are.
         """
-        ctx = _context([(s, len(s.tokens), 1) for s in sequences])
+        ctx = self._context([(s, len(s.tokens), 1) for s in sequences])
         newest = np.zeros(ROWS, np.int32)
         feature = np.zeros((ROWS, self.draft.feature_dim), np.float32)
         picked = None if forced is None else np.zeros((count, ROWS), np.int32)
@@ -82,14 +88,18 @@ class Follower:
         tokens, logits, self.cache = _draft(*given, draft=self.draft, cfg=self.target.cfg, count=count)
         return np.asarray(tokens[:, : len(sequences)]), np.asarray(logits[:, : len(sequences)])
 
+    def _context(self, rows: list[tuple[Sequence, int, int]]) -> Paged:
+        """Return the context of (sequence, length after the call, new tokens) rows, with padding after them."""
+        tables = np.zeros((ROWS, WIDTH), np.int32)
+        kv_lens, cu = np.zeros(ROWS, np.int32), np.zeros(ROWS + 1, np.int32)
+        for i, (s, length, count) in enumerate(rows):
+            tables[i], kv_lens[i], cu[i + 1 :] = s.pages, length, cu[i] + count
+        ints = (jnp.asarray(x) for x in (tables, kv_lens, cu, np.asarray([len(rows)], np.int32)))
+        return Paged(*ints, placement=self.placement)
 
-def _context(rows: list[tuple[Sequence, int, int]]) -> Paged:
-    """Return the context of (sequence, length after the call, new tokens) rows, with padding after them."""
-    tables = np.zeros((ROWS, WIDTH), np.int32)
-    kv_lens, cu = np.zeros(ROWS, np.int32), np.zeros(ROWS + 1, np.int32)
-    for i, (s, length, count) in enumerate(rows):
-        tables[i], kv_lens[i], cu[i + 1 :] = s.pages, length, cu[i] + count
-    return Paged(*(jnp.asarray(x) for x in (tables, kv_lens, cu, np.asarray([len(rows)], np.int32))))
+
+def _placed(specs, params, placement: Placement):
+    return tree_map(lambda leaf, x: jax.device_put(x, param_sharding(placement, leaf)), specs, params)
 
 
 @functools.partial(jax.jit, static_argnames=("draft", "cfg"))

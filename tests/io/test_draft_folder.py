@@ -14,10 +14,11 @@ from refusals import refuses
 from safetensors.numpy import load_file, save_file
 
 from dovetail.core.errors import CheckpointError
-from dovetail.io.draft_folder import load_draft, load_mtp, save_draft
+from dovetail.io.draft_folder import load_draft, save_draft
 from dovetail.io.hf import write_specs
 from dovetail.io.load import load, save
 from dovetail.models.draft.mtp import QWEN, SPECULATORS, Mtp
+from dovetail.models.draft.plain import PlainDraft
 from dovetail.models.draft.registry import parse_draft
 from dovetail.models.mtp import with_mtp
 from dovetail.models.registry import parse_config
@@ -88,10 +89,16 @@ def test_copies_of_the_targets_tensors_are_not_read_and_unknown_tensors_are_refu
     saved(tmp_path)
     one = np.ones(32, np.float32)
     rewritten(tmp_path, lambda x: x | {"verifier_norm.weight": one, "verifier_lm_head.weight": one})
-    load_draft(tmp_path, TARGET, jnp.float32)
+    load_draft(tmp_path, TARGET, jnp.float32, method="eagle3")
     rewritten(tmp_path, lambda x: x | {"layers.1.hidden_norm.weight": one})
     with refuses(kind=CheckpointError, naming="layers.1.hidden_norm.weight"):
         load_draft(tmp_path, TARGET, jnp.float32)
+
+
+def test_a_draft_model_of_another_kind_than_the_method_is_refused(tmp_path):
+    saved(tmp_path)
+    with refuses("speculative_config.method", CheckpointError, naming="eagle3"):
+        load_draft(tmp_path, TARGET, jnp.float32, method="mtp")
 
 
 def test_missing_tensors_and_tables_of_floats_are_refused(tmp_path):
@@ -109,7 +116,7 @@ def test_the_models_own_layers_are_loaded(tmp_path):
     cfg = parse_config(SIZES | dict(model_type="glm4", num_hidden_layers=2, num_nextn_predict_layers=1))
     params = random_params(with_mtp(spec(cfg), cfg), seed=1)
     save(tmp_path, cfg, params, None)
-    draft, weights = load_mtp(tmp_path, cfg, jnp.float32)
+    draft, weights = load_draft(tmp_path, cfg, jnp.float32, method="mtp")
     assert (draft, jax.tree.structure(weights)) == (Mtp(cfg), jax.tree.structure({"mtp": params["mtp"]}))
     assert_equal(weights["mtp"], params["mtp"])
 
@@ -126,7 +133,7 @@ def test_layers_under_qwens_names_are_loaded_beside_the_model(qwen, tmp_path):
     rewritten(tmp_path, lambda x: x | {name: array for name, _, array in write_specs(draft.spec(), own, {})})
     assert "mtp.layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
     assert_equal(load(tmp_path, dtype="f32").params, params)
-    again, weights = load_mtp(tmp_path, qwen, jnp.float32)
+    again, weights = load_draft(tmp_path, qwen, jnp.float32, method="mtp")
     assert again == draft
     assert_equal(weights, own)
 
@@ -143,17 +150,16 @@ def test_layers_of_speculators_are_loaded(qwen, tmp_path):
 
 def test_a_model_without_such_layers_is_refused(tmp_path):
     save(tmp_path, TARGET, random_params(spec(TARGET), seed=1), None)
-    with refuses("method", CheckpointError, naming=str(tmp_path)):
-        load_mtp(tmp_path, TARGET, jnp.float32)
+    with refuses("speculative_config.method", CheckpointError, naming=str(tmp_path)):
+        load_draft(tmp_path, TARGET, jnp.float32, method="mtp")
 
 
 def test_an_ordinary_model_is_a_draft_model_if_its_vocabulary_is_the_targets(tmp_path):
-    plain = pytest.importorskip("dovetail.models.draft.plain")
     cfg = parse_config(LAYER | dict(num_hidden_layers=2, hidden_size=16))
     params = random_params(spec(cfg), seed=1)
     save(tmp_path, cfg, params, None)
     draft, weights = load_draft(tmp_path, TARGET, jnp.float32)
-    assert isinstance(draft, plain.PlainDraft)
+    assert isinstance(draft, PlainDraft)
     assert_equal(weights, params)
-    with refuses("vocab_size", CheckpointError):
+    with refuses("speculative_config.model", CheckpointError):
         load_draft(tmp_path, parse_config(SIZES | dict(model_type="llama", num_hidden_layers=8, vocab_size=65)), "f32")

@@ -14,6 +14,7 @@ T tokens of a call, S sequences, D the target's dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Mtp:
         if self.names != NEXTN and self.depth > 1:
             raise UnsupportedError(f"{self.depth} MTP layers are supported under DeepSeek's tensor names only")
 
-    @property
+    @functools.cached_property
     def depth(self) -> int:
         """Return the number of layers."""
         return mtp_depth(self.cfg)
@@ -160,7 +161,7 @@ class Mtp:
         """Run one depth for tokens [T] and hidden states [T, D]; return the next hidden states and the pages."""
         positions = token_rows(ctx, len(tokens))[1]
         embedding = embed(target.params, target.cfg, tokens, ctx.placement)
-        if self.names == NEXTN:  # as in DeepSeek's own serving code and vLLM: a document's first pair has no token
+        if self.names == NEXTN:  # as in vLLM: the first pair of a sequence has no token
             embedding = jnp.where(positions[:, None] == 0, 0, embedding)
         hidden, entry, _ = mtp_step(params["mtp"][k], self.cfg, embedding, hidden, positions, ctx, entry)
         return hidden, entry

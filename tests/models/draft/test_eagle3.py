@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from draft_cases import (
 from refusals import refuses
 
 from dovetail.core.errors import CheckpointError, UnsupportedError, UserError
-from dovetail.io.draft_folder import save_draft
+from dovetail.core.mesh import SERVE, Placement, make_mesh
+from dovetail.io.draft_folder import load_draft, save_draft
 from dovetail.models.draft.draft import Target
 from dovetail.models.draft.eagle3 import Eagle3
 from dovetail.models.draft.registry import draft_kind, parse_draft
@@ -191,6 +194,19 @@ def test_drafting_leaves_no_trace_in_the_entries_before():
     np.testing.assert_allclose(logits[:, 0], expected(f, tokens, tapped, COUNT), atol=1e-4, rtol=1e-4)
 
 
+def test_drafts_of_two_devices_are_those_of_one():
+    one = follower(CASES["reduced"], shared=("embed",))
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
+    two = Follower(one.draft, one.params, one.target, placement=Placement(mesh, SERVE))
+    data = [sequence_data(one.draft, length, seed) for seed, length in enumerate((13, 7, 4))]
+    found = []
+    for f in (one, two):
+        sequences = [f.sequence(*d) for d in data]
+        follow_in_chunks(f, sequences)
+        found.append(f.propose(*sequences, count=COUNT)[1])
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
 def test_layer_ids_count_from_one_and_specforge_counts_from_zero():
     assert parse_draft(config(), TARGET, "here").taps == (1, 3, 4)
     assert parse_draft(config(eagle_aux_hidden_state_layer_ids=[2, 8]), TARGET, "here").taps == (1, 7)
@@ -238,6 +254,10 @@ def test_drafts_are_those_of_speculators(name, tmp_path):
     theirs = core.Eagle3DraftModel(config)
     missing, unexpected = theirs.load_state_dict(load_file(tmp_path / "draft" / "model.safetensors"), strict=False)
     assert not unexpected and all("verifier" in key for key in missing)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again, params = load_draft(tmp_path / "theirs", TARGET, jnp.float32)
+    assert again.layers == f.draft.layers and dataclasses.replace(again, cfg=f.draft.cfg) == f.draft
+    jax.tree.map(np.testing.assert_array_equal, params, f.params)
     length, steps = 12, 3
     tokens, tapped = sequence_data(f.draft, length, 0)
     with torch.no_grad():
