@@ -59,7 +59,7 @@ def print_list(console) -> None:
     from dovetail.core import recipe
 
     rows = json.loads((recipe.SHIPPED / SIZES).read_text())
-    for training in recipe.TRAININGS:
+    for training in filter(recipe.shipped, recipe.TRAININGS):
         console.print(f"[bold]{TITLES[training]}[/bold]: dovetail {training} NAME")
         chips = "".join(f"{chip:>{CHIPS}}" for chip in FITS_ON)
         length = "tokens" if training == "pretrain" else "run"

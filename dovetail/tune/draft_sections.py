@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.core.choice import not_negative, one_of, require
-from dovetail.core.errors import UnsupportedError
 
 KINDS = ("dspark", "dflash", "eagle3", "mtp")
 BLOCKS = ("dspark", "dflash")
@@ -31,11 +30,11 @@ class DrafterSettings:
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, KINDS)
-        if self.kind not in TRAINABLE:
-            raise UnsupportedError(
-                f"`kind` must be one of {', '.join(TRAINABLE)}, got {self.kind}, which cannot be trained yet",
-                param="kind",
-            )
+        require(
+            self.kind in TRAINABLE,
+            f"kind must be one of {', '.join(TRAINABLE)}; got {self.kind}, which cannot be trained yet",
+            param="kind",
+        )
         one_of("hidden_states", self.hidden_states, STATES)
         not_negative(self, "vocab", "markov_rank")
         for name in ("layers", "num_speculative_tokens", "anchors"):

@@ -31,7 +31,11 @@ SUMMED = Precision(logits="f32")  # log-probabilities are summed over completion
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
 REFERENCE, SAMPLES = ReferenceSettings(), SampleSettings()
-NEW_WEIGHTS, OFTEN, APART = replace(OPTIMIZER, lr=2e-3, beta2=0.95), Eval(every=50), TuningData(held_out=0.1)
+NEW_WEIGHTS, OFTEN, APART = (
+    replace(OPTIMIZER, lr=2e-3, beta2=0.95),
+    Eval(every=100, batches=2),
+    TuningData(held_out=0.1),
+)
 DRAFTER, ANSWERS = DrafterSettings(), AnswerSettings()
 
 

@@ -14,7 +14,7 @@ from dovetail.cli.main import app
 from dovetail.core import yaml_text
 from dovetail.train.launch import Ended
 
-TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")
+TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl", "draft")
 # The kind of a page's YAML blocks, where no key of a block tells it.
 USUAL = {
     "docs/data.md": "pretrain",
