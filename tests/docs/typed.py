@@ -99,7 +99,8 @@ def record_trainings(monkeypatch: Any) -> list[tuple[Any, Path]]:
         started.append((settings, folder))
         return Ended(0, folder, settings.steps, {"loss": 1.0, "token_accuracy": 1.0})
 
-    for place in ("tune.run.tune_settings", "tune.rl.rl.rl_settings", "train.pretrain.pretrain_settings"):
+    places = ("tune.run.tune_settings", "tune.rl.rl.rl_settings", "tune.draft.draft.draft_settings")
+    for place in (*places, "train.pretrain.pretrain_settings"):
         monkeypatch.setattr(f"dovetail.{place}", run)
     return started
 
