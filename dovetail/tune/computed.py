@@ -67,6 +67,7 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
 
         def states(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
             final, _, seen = tapped(params, ready.cfg, batch.tokens, batch.positions, ctx.packed(batch), taps=taps)
+            assert seen is not None
             return {"taps": seen.astype(jnp.float32), "final": final.astype(jnp.float32)}
 
         key = "drafter.hidden_states"

@@ -132,7 +132,7 @@ class _Data:
     def read(self, settings: Tuning) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
         """Return the rows of all processes, the held-out rows, and the counts of the records."""
         if self._read is None:
-            records = self._records(settings) if callable(self._records) else self._records
+            records: Any = self._records(settings) if callable(self._records) else self._records
             with self._reporter.progress() as progress:
                 self._read = open_examples(
                     settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,

@@ -31,11 +31,8 @@ SUMMED = Precision(logits="f32")  # log-probabilities are summed over completion
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
 REFERENCE, SAMPLES = ReferenceSettings(), SampleSettings()
-NEW_WEIGHTS, OFTEN, APART = (
-    replace(OPTIMIZER, lr=2e-3, beta2=0.95),
-    Eval(every=100, batches=2),
-    TuningData(held_out=0.1),
-)
+NEW_WEIGHTS, SELDOM = replace(OPTIMIZER, lr=2e-3, beta2=0.95), Eval(every=100, batches=2)
+APART = TuningData(held_out=0.1)
 DRAFTER, ANSWERS = DrafterSettings(), AnswerSettings()
 
 
@@ -234,7 +231,7 @@ class Draft(Tuning):
     packing: bool = True  # several examples share a row of `length` tokens
     batch: int = 2  # rows of one step
     optimizer: Optimizer = NEW_WEIGHTS
-    eval: Eval = OFTEN
+    eval: Eval = SELDOM
     data: TuningData = APART
     drafter: DrafterSettings = DRAFTER
     answers: AnswerSettings = ANSWERS

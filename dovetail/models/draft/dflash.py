@@ -25,7 +25,7 @@ from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, block
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
-from dovetail.models.draft.block_attention import whole_blocks
+from dovetail.models.draft.block_attention import BlockAttention, whole_blocks
 from dovetail.models.draft.draft import Carried, Pick, Target
 from dovetail.models.registry import FAMILIES
 from dovetail.models.spec import layer_spec
@@ -114,7 +114,9 @@ class DFlash:
         context, table = self.context(params, tapped), self._table(ctx, tokens.shape[0])
         entries = []
         for layer, p, entry in zip(self.layers, params["layers"], cache, strict=True):
-            entries.append(layer.attn.store(p["attn"], context, table, ctx, entry, self.cfg.norm_eps, 0.0)[1])
+            attn = layer.attn
+            assert isinstance(attn, BlockAttention)
+            entries.append(attn.store(p["attn"], context, table, ctx, entry, self.cfg.norm_eps, 0.0)[1])
         return tuple(entries), None
 
     def draft(

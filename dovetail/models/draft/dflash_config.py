@@ -74,9 +74,9 @@ def _of_zlab(hf: dict[str, Any], where: str) -> DFlash:
     own.pop("mask_token_id", None)
     size = own.pop("block_size", None) or hf.get("block_size")
     both_ways = own.pop("is_causal", hf.get("is_causal")) is False
-    for key, value in (("dflash_config.target_layer_ids", ids), ("block_size", size)):
-        if not value:
-            raise CheckpointError(f"{where}: the key `{key}` is missing", param=key)
+    if not ids or not size:
+        key = "block_size" if ids else "dflash_config.target_layer_ids"
+        raise CheckpointError(f"{where}: the key `{key}` is missing", param=key)
     if own:
         key = f"dflash_config.{min(own)}"
         raise UnsupportedError(f"{where}: `{key}` is not supported, got {own[min(own)]}", param=key)

@@ -23,6 +23,8 @@ from dovetail.io.load import config_of, load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.dflash import DFlash
+from dovetail.models.draft.draft import DraftModel
+from dovetail.models.draft.eagle3 import Eagle3
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Objective, whole
 from dovetail.train.settings import check_causal
@@ -30,8 +32,9 @@ from dovetail.tune.draft.answers import answered
 from dovetail.tune.draft.blocks import TrainedBlocks
 from dovetail.tune.draft.chains import TrainedChains
 from dovetail.tune.draft.new import NewDraft, draft_config, new_draft, with_given
-from dovetail.tune.draft.objective import DraftObjective
+from dovetail.tune.draft.objective import DraftObjective, Trained
 from dovetail.tune.draft.states import States, frozen_part
+from dovetail.tune.draft_sections import DrafterSettings
 from dovetail.tune.policy import head_of
 from dovetail.tune.run import given_settings, tune_settings
 from dovetail.tune.settings import Draft
@@ -121,9 +124,7 @@ def draft_objective(settings: Draft) -> Objective:
     new, cfg = settings.model_to_train, config_of(settings.model)
     assert isinstance(new, NewDraft), "with_model fills it in"
     states = States(new.model.taps, settings.drafter.hidden_states == "live", settings.vocab_ids)
-    blocks, count = isinstance(new.model, DFlash), settings.drafter.num_speculative_tokens
-    trained: Any = TrainedBlocks(new.model) if blocks else TrainedChains(new.model, count)
-    one = DraftObjective(trained, settings.drafter, states)
+    one = DraftObjective(_trained(new.model, settings.drafter), settings.drafter, states)
     return Objective(
         one.measure,
         columns=states.columns(cfg),
@@ -134,6 +135,13 @@ def draft_objective(settings: Draft) -> Objective:
         export=functools.partial(_export, settings=settings, new=new),
         check=check_causal,
     )
+
+
+def _trained(model: DraftModel, settings: DrafterSettings) -> Trained:
+    if isinstance(model, DFlash):
+        return TrainedBlocks(model)
+    assert isinstance(model, Eagle3)
+    return TrainedChains(model, settings.num_speculative_tokens)
 
 
 def _initial(ready: Any) -> Params:
