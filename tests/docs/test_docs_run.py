@@ -31,7 +31,6 @@ SMALL = {
     "rl": [*STEP, "prompts=2", "num_generations=4", "max_prompt_length=64", "max_completion_length=8"],
     "serve": ["--max-model-len", "128", "--max-num-seqs", "4", "--dtype", "f32"],
     "bench": ["--requests", "4", "--rate", "20", "--input", "8", "--output", "4", "--api-key", KEY],
-    "draft": [*STEP, *ROWS, "answers.max_tokens=8"],
 } | {kind: [*STEP, *ROWS] for kind in ("sft", "dpo", "reward", "distill")}  # fmt: skip
 
 
