@@ -45,12 +45,13 @@ _HOMES = {
     "dpo": "dovetail.tune.api",
     "distill": "dovetail.tune.api",
     "reward": "dovetail.tune.api",
+    "draft": "dovetail.tune.draft.draft",
     "rl": "dovetail.tune.rl.rl",
     "merge": "dovetail.tune.api",
     "remote": "dovetail.jobs.remote",
 }
 __all__ = [
-    "LLM", "SamplingParams", "distill", "dpo", "load", "merge", "pretrain", "remote", "reward", "rl", "sft",
+    "LLM", "SamplingParams", "distill", "dpo", "draft", "load", "merge", "pretrain", "remote", "reward", "rl", "sft",
     "__version__",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 GROUND = {"core", "ops", "models", "io"}
-# room -> the rooms it may import. tune/rl is written apart: it is where training and serving meet.
+# room -> the rooms it may import. tune/rl and tune/draft are written apart: they are where training and serving meet.
 ARROWS = {
     "core": set(),
     "ops": {"core"},
@@ -23,6 +23,7 @@ ARROWS = {
     "train": GROUND | {"data", "plan"},
     "engine": GROUND | {"plan"},
     "tune": GROUND | {"data", "plan", "train"},
+    "tune/draft": GROUND | {"data", "plan", "train", "engine", "tune"},
     "tune/rl": GROUND | {"data", "plan", "train", "engine", "tune"},
     "serve": GROUND | {"engine"},
     "plan": {"core", "models"},
@@ -31,6 +32,7 @@ ARROWS = {
     "interop": GROUND,
     "web": set(),
 }
+APART = ("tune/draft", "tune/rl")
 # The rooms of serve, from the client to the engine. What lies in serve/ itself is for all of them and imports none.
 SERVE_ARROWS = {
     "": set(),
@@ -42,7 +44,7 @@ SERVE_ARROWS = {
 ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
 
 # An accelerator's image often has no more than this: rooms in LEAN load with it alone.
-LEAN = {"core", "ops", "models", "io", "engine", "train", "tune", "tune/rl"}
+LEAN = {"core", "ops", "models", "io", "engine", "train", "tune", "tune/draft", "tune/rl"}
 LEAN_PACKAGES = {"jax", "numpy", "ml_dtypes", "optax", "orbax", "safetensors", "tokenizers", "jinja2", "yaml", "rich"}
 QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
 # and these, which import the standard library alone
@@ -97,10 +99,10 @@ def broken_arrow(room: str, item: Import) -> Iterator[str]:
     if room in ("", "cli"):
         if item.at_load and other != "cli" and not is_quick(item.target):
             yield f"{item.target} is imported before a command runs; import it in the function that uses it"
-    elif room != other and not (room == "tune/rl" and other == "tune") and other not in ARROWS[room]:
+    elif room != other and not (room in APART and other == "tune") and other not in ARROWS[room]:
         yield f"{room} may not import {other} ({item.target})"
-    elif room == "tune" and parts[:2] == ["tune", "rl"]:
-        yield "tune may not import tune.rl: rl stands on tune"
+    elif room == "tune" and "/".join(parts[:2]) in APART:
+        yield f"tune may not import tune.{parts[1]}: {parts[1]} stands on tune"
 
 
 def is_quick(target: str) -> bool:
@@ -139,9 +141,9 @@ def broken_dependency(where: Path, room: str, package: str, item: Import) -> Ite
 
 
 def room_of(where: Path) -> str:
-    """'' for dovetail/*.py, 'tune/rl' for what is below it, else the first folder."""
+    """'' for dovetail/*.py, a room of APART for what is below it, else the first folder."""
     parts = where.parts[:-1]
-    return "tune/rl" if parts[:2] == ("tune", "rl") else (parts[0] if parts else "")
+    return "/".join(parts[:2]) if "/".join(parts[:2]) in APART else (parts[0] if parts else "")
 
 
 def imports(path: Path, root: Path) -> Iterator[Import]:

@@ -238,9 +238,9 @@ def _read_tuning(mapping: dict[str, Any], where: str = "") -> Tuning:
     from dovetail.core.choice import did_you_mean
     from dovetail.core.recipe import read
     from dovetail.tune.rl.settings import Rl
-    from dovetail.tune.settings import Distill, Dpo, Reward, Sft
+    from dovetail.tune.settings import Distill, Dpo, Draft, Reward, Sft
 
-    known = {field.name for cls in (Sft, Dpo, Reward, Distill, Rl) for field in fields(cls)}
+    known = {field.name for cls in (Sft, Dpo, Reward, Distill, Rl, Draft) for field in fields(cls)}
     for key in mapping:
         if key not in known:
             hint = did_you_mean(key, sorted(known | {"keys", "template"}))

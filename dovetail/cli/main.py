@@ -65,6 +65,7 @@ for command, panel in (
     (train.distill, _TRAINING),
     (train.reward, _TRAINING),
     (train.rl, _TRAINING),
+    (train.draft, _TRAINING),
     (recipes.recipes, _TRAINING),
     (info.report, _TRAINING),
     (serve.serve, _SERVING),

@@ -13,7 +13,7 @@ from dovetail.core.units import format_count
 FITS_ON = ("v5e", "v5p", "H100", "H200")
 TITLES = {
     "pretrain": "pretraining", "sft": "supervised fine-tuning", "dpo": "preferences", "reward": "reward models",
-    "distill": "distillation", "rl": "reinforcement learning",
+    "distill": "distillation", "rl": "reinforcement learning", "draft": "drafters",
 }  # fmt: skip
 NAME, SIZE, TOKENS, ROWS, CHIPS = 23, 22, 8, 13, 5  # widths of the columns
 SIZES = "sizes.json"
@@ -27,8 +27,8 @@ def recipes(
     slices: int = typer.Option(1, min=1, help="Number of slices that the chips form."),
     training: str = typer.Option(
         "",
-        help="Kind of training: pretrain, sft, dpo, reward, distill or rl. Default: that of a shipped recipe, else "
-        "pretrain.",
+        help="Kind of training: pretrain, sft, dpo, reward, distill, rl or draft. Default: that of a shipped recipe, "
+        "else pretrain.",
     ),
     check: bool = typer.Option(False, "--check", help="Only read the recipe and its overrides and report errors."),
 ) -> None:
@@ -59,7 +59,7 @@ def print_list(console) -> None:
     from dovetail.core import recipe
 
     rows = json.loads((recipe.SHIPPED / SIZES).read_text())
-    for training in recipe.TRAININGS:
+    for training in filter(recipe.shipped, recipe.TRAININGS):
         console.print(f"[bold]{TITLES[training]}[/bold]: dovetail {training} NAME")
         chips = "".join(f"{chip:>{CHIPS}}" for chip in FITS_ON)
         length = "tokens" if training == "pretrain" else "run"

@@ -1,4 +1,4 @@
-"""`dovetail pretrain`, `sft`, `dpo`, `distill`, `reward` and `rl`: train a model from a recipe or from options."""
+"""`dovetail pretrain`, `sft`, `dpo`, `distill`, `reward`, `rl` and `draft`: train from a recipe or from options."""
 
 from collections.abc import Callable
 from functools import partial
@@ -72,6 +72,48 @@ reward = _command("reward", "Train a reward model on preference pairs.")
 rl = _command("rl", "Train with rewards on sampled completions: GRPO, DAPO, GSPO, RLOO, PPO.")
 
 
+def draft(
+    model: str = typer.Argument(
+        None,
+        metavar="[MODEL]",
+        help="Model to draft for: folder, hub id or catalogue name; or a recipe: name of a shipped one or YAML file.",
+    ),
+    overrides: list[str] = OVERRIDES,
+    data: str = typer.Option("", "--data", help="Prompts: file, folder or dataset of the hub; short for data.path=."),
+    kind: str = typer.Option("", "--kind", help="dspark (default), dflash or eagle3; short for drafter.kind=."),
+    out: str = typer.Option("", "--out", help="New folder for the finished drafter."),
+    run_dir: str = RUN_DIR,
+    export_hf: int = EXPORT,
+    show_config: bool = SHOW_CONFIG,
+    quiet: bool = QUIET,
+) -> None:
+    """Train a drafter for speculative decoding.
+
+    The model answers the prompts, the drafter learns from the answers, and the tokens per step on held-out prompts are
+    reported.
+
+    Run the same command again to continue an interrupted run.
+    """
+    is_recipe = bool(model) and (Path(model).is_file() or "=" in model or _is_shipped(model, "draft"))
+    words = [*(overrides or []), *([f"drafter.kind={kind}"] if kind else [])]
+    found, words = _words("draft", model if is_recipe else None, words, "" if is_recipe else model or "", data)
+    words += [f"checkpoint.export_hf={export_hf}"] if export_hf else []
+    if show_config:
+        cls = settings_class("draft")
+        print_config(cls, read_settings(cls, found, words) if found or words else None)
+        return
+    from dovetail.core.host import process_age
+
+    if code := run("draft", found, words, run_dir, show=not quiet, age=process_age(), out=out):
+        raise typer.Exit(code)
+
+
+def _is_shipped(name: str, training: str) -> bool:
+    from dovetail.core.recipe import shipped
+
+    return name in shipped(training)
+
+
 def _words(name: str, recipe: str | None, overrides: list[str] | None, model: str, data: str) -> tuple[str, list[str]]:
     """Return the recipe, or '', and all overrides. A first word with an = is an override, not a recipe."""
     words = list(overrides or [])
@@ -111,6 +153,11 @@ def _kind(name: str) -> tuple[Any, Any]:
         from dovetail.tune.rl.settings import Rl
 
         return Rl, rl_settings
+    if name == "draft":
+        from dovetail.tune.draft.draft import draft_settings
+        from dovetail.tune.settings import Draft
+
+        return Draft, draft_settings
     from dovetail.tune import settings
     from dovetail.tune.api import OBJECTIVES
     from dovetail.tune.run import tune_settings
@@ -118,8 +165,26 @@ def _kind(name: str) -> tuple[Any, Any]:
     return getattr(settings, name.capitalize()), partial(tune_settings, objective=OBJECTIVES[name])
 
 
-def run(name: str, recipe: str, overrides: list[str], run_dir: str = "", show: bool = True, age: float = 0.0) -> int:
-    """Train and return the exit code; `age` is the seconds that the process has spent on this run already."""
+def run(
+    name: str,
+    recipe: str,
+    overrides: list[str],
+    run_dir: str = "",
+    show: bool = True,
+    age: float = 0.0,
+    **more: Any,
+) -> int:
+    """Train and return the exit code.
+
+    Args:
+        name: The kind of training.
+        recipe: The recipe; "" for none.
+        overrides: Overrides.
+        run_dir: The folder of the run.
+        show: Whether to show progress.
+        age: The seconds that the process has spent on this run already.
+        more: Further arguments of the function that runs the training.
+    """
     import time
 
     from dovetail.core.reporter import Reporter
@@ -137,7 +202,7 @@ def run(name: str, recipe: str, overrides: list[str], run_dir: str = "", show: b
         cls, train = _kind(name)
         settings = read_settings(cls, recipe, overrides)
         folder = Path(run_dir) if run_dir else run_folder(recipe or settings.model, name)
-        ended = train(settings, folder, stop=stop, since=since, reporter=reporter)
+        ended = train(settings, folder, stop=stop, since=since, reporter=reporter, **more)
     if reporter.show:
         _print_end(reporter.console, ended)
     return ended.code

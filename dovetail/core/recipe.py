@@ -26,7 +26,7 @@ NOT_A_KEY = {"is_key": False}  # metadata of a field that a program fills in and
 Count = Annotated[int, "count"]  # an int that may be written as 10B, 300M or 4k
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
-TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")  # each is a command, and a class of settings
+TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl", "draft")  # each is a command, and a class of settings
 _QUANTIZATIONS = ("bf16", "f32", "int8", "nf4")  # values that the key `base` had before it meant a parent recipe only
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 

@@ -203,7 +203,8 @@ DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 class StepModels:
     """List which weights a training step trains and which it only reads."""
 
-    adapter: Any = None  # the trained adapters (models.lora.Lora); None: the model's weights are trained
+    # the trained adapters (models.lora.Lora) or the trained draft model; None: the model's weights are trained
+    adapter: Any = None
     # models that are read only: (a ModelConfig, or None for the trained model's; its format of models.frozen.HELD)
     frozen: tuple[tuple[Any, str], ...] = ()
     # settings of a reference in the training state, a copy of the initial weights that may be synchronised; None: none

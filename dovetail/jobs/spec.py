@@ -31,7 +31,7 @@ from dovetail.core.errors import MissingFileError
 
 BACKENDS = ("local", "slurm", "gcp-tpu", "gke")
 TIERS = ("on-demand", "spot", "flex-start", "reservation")
-TRAININGS = ("pretrain", "sft", "dpo", "distill", "reward", "rl")
+TRAININGS = ("pretrain", "sft", "dpo", "distill", "reward", "rl", "draft")
 SECRETS = ("env", "file", "gcp")
 
 

@@ -163,6 +163,44 @@ def token_divergence(
     return _over_chunks(measure, [(hidden, head, how), (*frozen, theirs)])
 
 
+class DraftScores(NamedTuple):
+    """Hold values [B, T] in f32 of a drafter's distribution q beside its target's distribution p."""
+
+    logprobs: jax.Array  # log q(token)
+    best: jax.Array  # 1 where no other word is more probable by q than the token; carries no gradient
+    distance: jax.Array  # sum |p - q|, twice the probability that a draft token drawn from q is rejected
+
+
+def draft_scores(
+    hidden: jax.Array,
+    head: Any,
+    target_hidden: jax.Array,
+    target_head: Any,
+    tokens: jax.Array,
+    *,
+    target_scale: float = 1.0,
+    target_softcap: float | None = None,
+    **unembed: Any,
+) -> DraftScores:
+    """Return the scores of a drafter's states [B, T, D] for tokens [B, T], which may be anything where not read.
+
+    Only the drafter has a gradient; `unembed` is the drafter's.
+    """
+    how = Unembed(**unembed)
+    _check(hidden, head, target_hidden.shape[:2])
+    theirs = Unembed(target_scale, target_softcap, dtype=how.dtype)
+    frozen = jax.lax.stop_gradient((target_hidden, target_head))
+
+    def score(ours: jax.Array, theirs: jax.Array, tokens: jax.Array) -> DraftScores:
+        logq = jax.nn.log_softmax(ours.astype(jnp.float32))
+        chosen = jnp.sum(jnp.where(is_target(logq, tokens), logq, 0.0), axis=-1)
+        best = jax.lax.stop_gradient(chosen >= logq.max(axis=-1)).astype(jnp.float32)
+        distance = jnp.abs(jax.nn.softmax(theirs.astype(jnp.float32)) - jnp.exp(logq)).sum(axis=-1)
+        return DraftScores(chosen, best, distance)
+
+    return _over_chunks(score, [(hidden, head, how), (*frozen, theirs)], tokens)
+
+
 def top_k_divergence(
     hidden: jax.Array,
     head: Any,

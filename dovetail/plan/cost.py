@@ -13,7 +13,6 @@ from dovetail.core.cloud import CLASS_A, CLASS_B, PIECE_MB, per_gb, region, stor
 from dovetail.core.errors import UserError
 from dovetail.core.training import Mesh, Training
 from dovetail.models.config import ModelConfig
-from dovetail.models.lora import Lora
 from dovetail.plan.train_memory import BYTES, Shape, moments_of, mtp_layers, shapes_of
 
 DAY = 86_400.0
@@ -152,8 +151,7 @@ def _weights(cfg: ModelConfig, settings: Training) -> int:
 
 
 def _shapes(cfg: ModelConfig, settings: Training) -> dict[Shape, int]:
-    adapter: Lora | None = settings.step_models.adapter
-    return shapes_of(cfg, mtp_layers(cfg, settings), adapter)
+    return shapes_of(cfg, mtp_layers(cfg, settings), settings.step_models.adapter)
 
 
 def _forever(settings: Training) -> int:

@@ -146,7 +146,7 @@ def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> i
 
 @functools.lru_cache(maxsize=4096)
 def _elements(
-    cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...], adapter: Lora | None
+    cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...], adapter: Any
 ) -> tuple[int, int, int]:
     """Return the elements on one device: (trained weights, optimizer moments, gathered weights)."""
     placement = placement_of(dict(axes))
@@ -208,9 +208,11 @@ def local_size(shape: Shape, placement: Placement) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def shapes_of(cfg: ModelConfig, mtp: int, adapter: Lora | None) -> Counter[Shape]:
+def shapes_of(cfg: ModelConfig, mtp: int, adapter: Any) -> Counter[Shape]:
     """Return how many trained weights have each shape."""
-    specs = lora_spec(cfg, adapter) if adapter else with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
+    specs = with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
+    if adapter is not None:
+        specs = lora_spec(cfg, adapter) if isinstance(adapter, Lora) else adapter.trained_spec()
     return Counter((leaf.shape, leaf.axes) for _, leaf in leaves(specs))
 
 

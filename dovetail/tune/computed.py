@@ -1,7 +1,7 @@
 """Compute columns of all examples with a frozen model, once, and keep them in the run's folder.
 
-They are a reference's log-probabilities, or a teacher's likeliest tokens. With them on disk, no second model is in
-memory during the training.
+They are a reference's log-probabilities, a teacher's likeliest tokens, or a target's hidden states. With them on disk,
+no second model is in memory during the training.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.errors import UnsupportedError
@@ -20,13 +21,14 @@ from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleLoader
 from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import tapped
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy
 from dovetail.tune.distill import likeliest
 from dovetail.tune.policy import frozen_model, policy_of
 from dovetail.tune.preference import target_logprobs
-from dovetail.tune.settings import Distill, Dpo, Tuning, rows_key
+from dovetail.tune.settings import Distill, Dpo, Draft, Tuning, rows_key
 
 Values = dict[str, np.ndarray]  # by column: [tokens, ...] for the tokens of all examples, end to end
 
@@ -41,6 +43,7 @@ class Computed:
     cfg: ModelConfig  # its config
     score: Callable[[Params, Batch, StepContext], dict[str, jax.Array]]
     on_adapter: bool = False  # whether the frozen model has the adapters that the run starts from
+    layers: tuple[int, ...] = ()  # whose outputs are kept
 
 
 def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
@@ -59,6 +62,16 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
             return dict(zip(("teacher_tokens", "teacher_logprobs"), likeliest(params, cfg, batch, ctx, k), strict=True))
 
         return Computed("teacher.npz", "distillation.teacher", settings.teacher, cfg, top_tokens)
+    if isinstance(settings, Draft) and settings.drafter.hidden_states == "disk":
+        taps = settings.model_to_train.model.taps
+
+        def states(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
+            final, _, seen = tapped(params, ready.cfg, batch.tokens, batch.positions, ctx.packed(batch), taps=taps)
+            assert seen is not None
+            return {"taps": seen.astype(jnp.float32), "final": final.astype(jnp.float32)}
+
+        key = "drafter.hidden_states"
+        return Computed("hidden_states.npz", key, settings.weights, ready.cfg, states, layers=taps)
     return None
 
 
@@ -72,7 +85,8 @@ def with_columns(
             param=wanted.key,
         )
     adapters = _adapters(wanted, settings, ready)
-    content = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
+    content: list[Any] = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
+    content += [wanted.layers] if wanted.layers else []
     key = fingerprint(rows_key(settings), rows.fingerprints, wanted.weights, settings.held, *content)
     values = _kept(folder / wanted.name, key)
     if values is None:

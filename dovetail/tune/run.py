@@ -39,6 +39,7 @@ from dovetail.tune.policy import policy_of, with_teacher_cfg
 from dovetail.tune.settings import Tuning, rows_key
 
 S = TypeVar("S", bound=Tuning)
+Records = list[Any] | Callable[[S], list[Any]] | None
 BAD = "bad_records.txt"
 
 
@@ -78,13 +79,24 @@ def tune_settings(
     folder: Path,
     objective: Callable[[S], Objective],
     *,
-    records: list[Any] | None = None,
+    records: Records[S] = None,
+    settle: Callable[[S, ExampleLoader], S] = lambda settings, rows: settings,
     reporter: Reporter | None = None,
     **how: Any,
 ) -> Ended:
-    """Run the settings in `folder`. `records`: a program's own; for `how` see train.launch."""
+    """Run the settings in `folder`.
+
+    Args:
+        settings: The recipe.
+        folder: The folder of the run.
+        objective: Returns the objective of a recipe.
+        records: A program's own records, or a function that returns them; None: those of the recipe's files.
+        settle: Fills in keys that depend on the rows.
+        reporter: Prints progress.
+        how: Further arguments of train.launch.launch.
+    """
     reporter = reporter or Reporter()
-    data = _Data(records, reporter)
+    data = _Data(records, reporter, settle)
     open_rows = partial(_open_rows, folder=folder, data=data, reporter=reporter)
     return launch(settings, folder, objective, open_rows, settle=data.settle, reporter=reporter, **how)
 
@@ -105,8 +117,8 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
 class _Data:
     """The examples of a run, read once before its plan: they decide the length of rows and the steps of an epoch."""
 
-    def __init__(self, records: list[Any] | None, reporter: Reporter):
-        self._records, self._reporter, self._read = records, reporter, None
+    def __init__(self, records: Any, reporter: Reporter, settle: Callable[[Any, ExampleLoader], Any]):
+        self._records, self._reporter, self._settle, self._read = records, reporter, settle, None
 
     def settle(self, settings: S) -> S:
         """Return the settings with the steps and the row length that the examples decide, and the teacher's config."""
@@ -114,15 +126,17 @@ class _Data:
         if settings.tokens:  # counted without padding
             per_step = rows.tokens_per_epoch / rows.steps_per_epoch
             settings = replace(settings, tokens=0, steps=math.ceil(settings.tokens / per_step))
-        return with_teacher_cfg(replace(settings.with_steps(rows.rows_per_epoch), length=rows.length))
+        settings = with_teacher_cfg(replace(settings.with_steps(rows.rows_per_epoch), length=rows.length))
+        return self._settle(settings, rows)
 
     def read(self, settings: Tuning) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
         """Return the rows of all processes, the held-out rows, and the counts of the records."""
         if self._read is None:
+            records: Any = self._records(settings) if callable(self._records) else self._records
             with self._reporter.progress() as progress:
                 self._read = open_examples(
                     settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,
-                    columns=settings.columns, records=self._records, progress=progress, packing=settings.packing,
+                    columns=settings.columns, records=records, progress=progress, packing=settings.packing,
                     trained=settings.trained_tokens,
                 )  # fmt: skip
         return self._read

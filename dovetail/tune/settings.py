@@ -1,4 +1,4 @@
-"""Recipes of fine-tuning: `Sft`, `Dpo`, `Reward` and `Distill`."""
+"""Recipes of fine-tuning: `Sft`, `Dpo`, `Reward`, `Distill` and `Draft`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import one_of, require
 from dovetail.core.recipe import NOT_A_KEY, dump
-from dovetail.core.training import Optimizer, Precision, StepModels, Training
+from dovetail.core.training import Eval, Optimizer, Precision, StepModels, Training
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD
 from dovetail.models.lora import Lora
 from dovetail.ops.quant import SCHEMES
 from dovetail.train.settings import shape_key
+from dovetail.tune.draft_sections import AnswerSettings, DrafterSettings
 from dovetail.tune.sections import (
     Distillation,
     Preference,
@@ -24,11 +25,15 @@ from dovetail.tune.sections import (
 )
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
+DRAFT_EPOCHS = 20.0
 EPOCHS = 3.0  # where a recipe does not say how long to train; as transformers' num_train_epochs
 SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
 REFERENCE, SAMPLES = ReferenceSettings(), SampleSettings()
+NEW_WEIGHTS, SELDOM = replace(OPTIMIZER, lr=2e-3, beta2=0.95), Eval(every=100, batches=2)
+APART = TuningData(held_out=0.1)
+DRAFTER, ANSWERS = DrafterSettings(), AnswerSettings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +220,37 @@ class Distill(Tuning):
         """Return which models a step holds: also a live teacher."""
         found = super().step_models
         return found if self.distillation.teacher == "disk" else with_teacher(found, self.teacher_cfg, self.held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft(Tuning):
+    """Training of a drafter for speculative decoding, on the target's own answers to prompts."""
+
+    epochs: float = 0.0  # in place of steps: passes over the data; 20 where neither steps nor tokens are given
+    length: int = 512  # the most tokens of an example; with packing, tokens of a row
+    packing: bool = True  # several examples share a row of `length` tokens
+    batch: int = 2  # rows of one step
+    optimizer: Optimizer = NEW_WEIGHTS
+    eval: Eval = SELDOM
+    data: TuningData = APART
+    drafter: DrafterSettings = DRAFTER
+    answers: AnswerSettings = ANSWERS
+    # the new draft model and its vocabulary: tune.draft.draft fills them in
+    model_to_train: Any = field(default=None, compare=False, repr=False, metadata=NOT_A_KEY)
+    vocab_ids: tuple[int, ...] = field(default=(), compare=False, repr=False, metadata=NOT_A_KEY)
+
+    def __post_init__(self) -> None:
+        if not (self.steps or self.tokens or self.epochs):
+            object.__setattr__(self, "epochs", DRAFT_EPOCHS)
+        super().__post_init__()
+        for key, is_set in (("lora", self.lora), ("from_adapter", self.from_adapter), ("samples", self.samples.every)):
+            require(not is_set, f"{key} must not be set: a drafter is trained as a whole; leave it out", param=key)
+
+    @property
+    def step_models(self) -> StepModels:
+        """Return which models a step holds: the drafter is trained, and a live target is frozen."""
+        live = self.drafter.hidden_states == "live"
+        return StepModels(self.model_to_train, ((None, self.held),) if live else ())
 
 
 def with_teacher(models: StepModels, teacher_cfg: ModelConfig | None, held: str) -> StepModels:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 COMMANDS = (
     "tour", "pull", "convert", "info", "bench", "serve", "chat", "pretrain", "recipes", "data", "report", "eval",
-    "compile", "sft", "dpo", "distill", "reward", "rl", "merge", "job", "plan", "doctor",
+    "compile", "sft", "dpo", "distill", "reward", "rl", "draft", "merge", "job", "plan", "doctor",
 )  # fmt: skip
 
 

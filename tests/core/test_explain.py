@@ -12,9 +12,9 @@ from dovetail.core.recipe import IN_SECTION, OURS, has_key
 from dovetail.train.pretrain import run_folder
 from dovetail.train.settings import Pretrain
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.settings import Distill, Dpo, Reward, Sft
+from dovetail.tune.settings import Distill, Dpo, Draft, Reward, Sft
 
-TRAININGS = (Pretrain, Sft, Dpo, Reward, Distill, Rl)
+TRAININGS = (Pretrain, Sft, Dpo, Reward, Distill, Rl, Draft)
 
 
 @pytest.mark.parametrize("cls", TRAININGS, ids=lambda cls: cls.__name__)

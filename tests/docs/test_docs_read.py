@@ -152,7 +152,7 @@ def test_snippets_call_what_exists(page):
 
 def _check_call(call, names, where):
     target = _named(call.func, names)
-    if target is None or not callable(target):
+    if target is None or not callable(target) or not call.keywords:
         return
     takes = inspect.signature(target).parameters
     free = any(each.kind is each.VAR_KEYWORD for each in takes.values())

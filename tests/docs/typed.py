@@ -14,7 +14,7 @@ from dovetail.cli.main import app
 from dovetail.core import yaml_text
 from dovetail.train.launch import Ended
 
-TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")
+TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl", "draft")
 # The kind of a page's YAML blocks, where no key of a block tells it.
 USUAL = {
     "docs/data.md": "pretrain",
@@ -99,7 +99,8 @@ def record_trainings(monkeypatch: Any) -> list[tuple[Any, Path]]:
         started.append((settings, folder))
         return Ended(0, folder, settings.steps, {"loss": 1.0, "token_accuracy": 1.0})
 
-    for place in ("tune.run.tune_settings", "tune.rl.rl.rl_settings", "train.pretrain.pretrain_settings"):
+    places = ("tune.run.tune_settings", "tune.rl.rl.rl_settings", "tune.draft.draft.draft_settings")
+    for place in (*places, "train.pretrain.pretrain_settings"):
         monkeypatch.setattr(f"dovetail.{place}", run)
     return started
 

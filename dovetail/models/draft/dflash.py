@@ -25,7 +25,7 @@ from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, block
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
-from dovetail.models.draft.block_attention import whole_blocks
+from dovetail.models.draft.block_attention import BlockAttention, whole_blocks
 from dovetail.models.draft.draft import Carried, Pick, Target
 from dovetail.models.registry import FAMILIES
 from dovetail.models.spec import layer_spec
@@ -52,9 +52,6 @@ class DFlash:
     source: str = "{}"  # the config.json that it was read from
 
     feature_dim = 0
-    # tensors of published checkpoints that are not read: copies of the target's, what follows from d2t, and a head
-    # that estimates the acceptance
-    unused = (r"embed_tokens\.weight", r"verifier_.*", r"t2d", r"confidence_head\..*")
 
     def __hash__(self) -> int:
         return hash((self.source, self.cfg))
@@ -68,6 +65,12 @@ class DFlash:
     def most(self) -> int:
         """Return the most draft tokens of one call."""
         return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return patterns of tensors that are not read: copies of the target's, and the confidence head."""
+        copies = (r"embed_tokens\.weight",) + (() if self.own_head else (r"lm_head\.weight",))
+        return (*copies, r"confidence_head\..*")
 
     @property
     def own_head(self) -> bool:
@@ -111,7 +114,9 @@ class DFlash:
         context, table = self.context(params, tapped), self._table(ctx, tokens.shape[0])
         entries = []
         for layer, p, entry in zip(self.layers, params["layers"], cache, strict=True):
-            entries.append(layer.attn.store(p["attn"], context, table, ctx, entry, self.cfg.norm_eps, 0.0)[1])
+            attn = layer.attn
+            assert isinstance(attn, BlockAttention)
+            entries.append(attn.store(p["attn"], context, table, ctx, entry, self.cfg.norm_eps, 0.0)[1])
         return tuple(entries), None
 
     def draft(

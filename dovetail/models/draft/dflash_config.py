@@ -9,6 +9,7 @@ from typing import Any
 from dovetail.core.errors import CheckpointError, UnsupportedError
 from dovetail.models.config import Layer, Mlp, ModelConfig
 from dovetail.models.draft.block_attention import BlockAttention
+from dovetail.models.draft.check import check_size, check_taps, check_verifier
 from dovetail.models.draft.dflash import DFlash
 from dovetail.models.family import Fields, finish, read_glu, read_heads, read_rope, read_windows, rope_dict
 
@@ -36,6 +37,7 @@ def parse_dflash(hf: dict[str, Any], target: ModelConfig, where: str = "config.j
         CheckpointError: The drafter is for another model, or a required key is missing.
         UnsupportedError: The drafter has a part that is not supported.
     """
+    check_verifier(hf, target, where)
     found = _of_speculators(hf, where) if "speculators_model_type" in hf else _of_zlab(hf, where)
     _check_target(found, target, where)
     return found
@@ -72,9 +74,9 @@ def _of_zlab(hf: dict[str, Any], where: str) -> DFlash:
     own.pop("mask_token_id", None)
     size = own.pop("block_size", None) or hf.get("block_size")
     both_ways = own.pop("is_causal", hf.get("is_causal")) is False
-    for key, value in (("dflash_config.target_layer_ids", ids), ("block_size", size)):
-        if not value:
-            raise CheckpointError(f"{where}: the key `{key}` is missing", param=key)
+    if not ids or not size:
+        key = "block_size" if ids else "dflash_config.target_layer_ids"
+        raise CheckpointError(f"{where}: the key `{key}` is missing", param=key)
     if own:
         key = f"dflash_config.{min(own)}"
         raise UnsupportedError(f"{where}: `{key}` is not supported, got {own[min(own)]}", param=key)
@@ -117,24 +119,11 @@ def _check_target(found: DFlash, target: ModelConfig, where: str) -> None:
     """Refuse a drafter for another model: it has the target's embedding and reads its layers."""
     depth, own = len(target.layers), found.cfg
     asked = json.loads(found.source)
-    wanted = {
-        "hidden_size": (own.dim, target.dim),
-        "vocab_size": (own.vocab, target.vocab),
-        "num_target_layers": (asked.get("num_target_layers") or depth, depth),
-        "target_hidden_size": (asked.get("target_hidden_size") or target.dim, target.dim),
-    }
-    for key, (got, expected) in wanted.items():
-        if got != expected:
-            raise CheckpointError(
-                f"{where}: the drafter is for another model: `{key}` must be the target's {expected:,}, got {got:,}",
-                param=key,
-            )
-    if not all(0 <= tap < depth for tap in found.taps):
-        raise CheckpointError(
-            f"{where}: the drafter reads the outputs of layers {[tap + 1 for tap in found.taps]}, counted from 1, and "
-            f"the target has {depth}: it is for another model",
-            param="aux_hidden_state_layer_ids",
-        )
+    check_size("hidden_size", own.dim, target.dim, where)
+    check_size("vocab_size", own.vocab, target.vocab, where)
+    check_size("num_target_layers", asked.get("num_target_layers") or depth, depth, where)
+    check_size("target_hidden_size", asked.get("target_hidden_size") or target.dim, target.dim, where)
+    check_taps("aux_hidden_state_layer_ids", found.taps, target, where)
     if not 0 <= found.mask_token_id < target.vocab:
         raise CheckpointError(
             f"{where}: `mask_token_id` must be below {target.vocab:,}, got {found.mask_token_id:,}",

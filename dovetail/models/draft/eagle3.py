@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from dovetail.core.errors import CheckpointError
 from dovetail.core.spec import ParamSpec, Stored, tree_map
-from dovetail.core.types import Cache, Paged, Params
+from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, Table, block, feed_forward, norm
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.decoder import embed, unembed
@@ -137,7 +137,7 @@ class Eagle3:
         Of the last layer only the keys and values are used: XLA removes the rest.
         """
         assert carried is not None
-        features = self._features(params, tapped)
+        features = self.features(params, tapped)
         moved, index = shifted(ctx, len(tokens), jnp.where(carried.known, 0, 1))
         before = features_before(ctx, index, features, carried.feature)
         _, cache = self._run(params, target, tokens[index], before, moved, cache)
@@ -168,7 +168,7 @@ class Eagle3:
             drafted.append(tokens)
         return jnp.stack(drafted), cache
 
-    def _features(self, params: Params, tapped: jax.Array) -> jax.Array:
+    def features(self, params: Params, tapped: jax.Array) -> jax.Array:
         """Return g [T, d] of the taps side by side [T, n * D]."""
         if self.norm_before_fc:
             tapped = rms_norm(tapped, params["input_norm"], self.cfg.norm_eps)
@@ -188,15 +188,16 @@ class Eagle3:
         for i, (p, layer, entry) in enumerate(zip(params["layers"], self.layers, cache, strict=True)):
             table = layer.attn.rope.tables(positions) if layer.attn.rope else ()
             if i == 0:
-                stream, entry = self._first_layer(p, embedding, hidden, table, ctx, entry)
+                stream, entry = self.first_layer(p, embedding, hidden, table, ctx, entry)
             else:
                 stream, entry, _ = block(p, stream, table, ctx, entry, None, None, cfg=self.cfg, layer=layer)
             entries.append(entry)
         return stream.x if stream.pending is None else stream.x + stream.pending, tuple(entries)
 
-    def _first_layer(
-        self, p: Params, embedding: jax.Array, hidden: jax.Array, table: Table, ctx: Paged, entry: Any
+    def first_layer(
+        self, p: Params, embedding: jax.Array, hidden: jax.Array, table: Table, ctx: Context, entry: Any
     ) -> tuple[Residual, Any]:
+        """Run the layer that reads a token's embedding [..., d] beside the hidden states [..., d]."""
         cfg, layer = self.cfg, self.layers[0]
         normed = norm(p["hidden_norm"], cfg, hidden)
         both = jnp.concatenate([norm(p["attn_norm"], cfg, embedding), normed], axis=-1)

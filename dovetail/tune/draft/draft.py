@@ -1,0 +1,168 @@
+"""Train a drafter for speculative decoding: `dt.draft` and `dovetail draft`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.core.errors import FileError
+from dovetail.core.reporter import Reporter
+from dovetail.core.types import Params
+from dovetail.data.example_rows import ExampleLoader
+from dovetail.io.draft_folder import save_draft
+from dovetail.io.load import config_of, load
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.config import ModelConfig
+from dovetail.models.draft.dflash import DFlash
+from dovetail.models.draft.draft import DraftModel
+from dovetail.models.draft.eagle3 import Eagle3
+from dovetail.train.launch import Ended
+from dovetail.train.objective import Objective, whole
+from dovetail.train.settings import check_causal
+from dovetail.tune.draft.answers import answered
+from dovetail.tune.draft.blocks import TrainedBlocks
+from dovetail.tune.draft.chains import TrainedChains
+from dovetail.tune.draft.new import NewDraft, draft_config, new_draft, with_given
+from dovetail.tune.draft.objective import DraftObjective, Trained
+from dovetail.tune.draft.states import States, frozen_part
+from dovetail.tune.draft_sections import DrafterSettings
+from dovetail.tune.policy import head_of
+from dovetail.tune.run import given_settings, tune_settings
+from dovetail.tune.settings import Draft
+
+
+def draft(
+    recipe: str | Path | Draft | None = None,
+    *,
+    data: Any = None,
+    run_dir: str | Path = "",
+    out: str | Path = "",
+    show: bool = True,
+    **overrides: Any,
+) -> Ended:
+    """Train a drafter for speculative decoding, on the model's own answers to prompts.
+
+        dt.draft(model="smollm2-135m", data="prompts.jsonl", drafter={"kind": "dspark"}, out="drafter")
+
+    Args:
+        recipe: As in `dt.sft`; `model` is the model to draft for.
+        data: Records with `messages` or a `prompt`.
+        run_dir: As in `dt.sft`.
+        out: A new or empty folder for the finished drafter; default: only the run's own export.
+        show: Whether to print progress.
+        **overrides: Recipe keys to change.
+
+    Returns:
+        The ended run; its metric `held_out_accepted_length` is the tokens per step on held-out prompts.
+
+    Raises:
+        RecipeError: A key is unknown or has a value that it cannot have.
+        UserError: The data or the model cannot be used.
+    """
+    settings, records, folder = given_settings(Draft, recipe, data, run_dir, overrides)
+    return draft_settings(settings, folder, out, records=records, reporter=Reporter(show))
+
+
+def draft_settings(
+    settings: Draft,
+    folder: Path,
+    out: str | Path = "",
+    *,
+    records: Sequence[Any] | None = None,
+    reporter: Reporter | None = None,
+    **how: Any,
+) -> Ended:
+    """Run the settings in `folder`; for `how` see train.launch."""
+    if out and Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        raise FileError(f"{out} exists and is not an empty folder: choose another folder, or remove it", param="out")
+    reporter = reporter or Reporter()
+    rows = functools.partial(answered, folder=folder, records=records, reporter=reporter)
+    ended = tune_settings(
+        settings, folder, draft_objective, records=rows, settle=with_model, reporter=reporter, **how
+    )  # fmt: skip
+    if out and ended.code == 0 and jax.process_index() == 0:
+        shutil.copytree(folder / "export" / f"step_{ended.step}", out, dirs_exist_ok=True)
+        reporter.line(f"the drafter is in {out}")
+    return ended
+
+
+def with_model(settings: Draft, rows: ExampleLoader) -> Draft:
+    """Return the settings with the drafter's vocabulary, which the answers decide, and its model."""
+    cfg = config_of(settings.model)
+    ids = frequent_tokens(rows, settings.drafter.vocab) if 0 < settings.drafter.vocab < cfg.vocab else ()
+    settings = dataclasses.replace(settings, vocab_ids=ids)
+    return dataclasses.replace(settings, model_to_train=new_draft(settings, cfg))
+
+
+def frequent_tokens(rows: ExampleLoader, count: int) -> tuple[int, ...]:
+    """Return the most frequent trained tokens, and further ones of the lowest numbers up to `count`, ascending."""
+    counts: Counter[int] = Counter()
+    examples = rows.examples
+    for document in range(len(examples)):
+        size = int(examples.offsets[document + 1] - examples.offsets[document])
+        counts.update(examples.read(document, 0, size)[examples.trained(document)].tolist())
+    found = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
+    known, others = set(found), iter(range(rows.vocab_size))
+    while len(found) < count:
+        token = next(others)
+        if token not in known:
+            found.append(token)
+    return tuple(sorted(found))
+
+
+def draft_objective(settings: Draft) -> Objective:
+    """Return the objective of a recipe that trains a drafter."""
+    new, cfg = settings.model_to_train, config_of(settings.model)
+    assert isinstance(new, NewDraft), "with_model fills it in"
+    states = States(new.model.taps, settings.drafter.hidden_states == "live", settings.vocab_ids)
+    one = DraftObjective(_trained(new.model, settings.drafter), settings.drafter, states)
+    return Objective(
+        one.measure,
+        columns=states.columns(cfg),
+        specs=lambda cfg: new.trained_spec(),
+        held_out=one.held_out,
+        frozen=frozen_part(settings),
+        initial=_initial,
+        export=functools.partial(_export, settings=settings, new=new),
+        check=check_causal,
+    )
+
+
+def _trained(model: DraftModel, settings: DrafterSettings) -> Trained:
+    if isinstance(model, DFlash):
+        return TrainedBlocks(model)
+    assert isinstance(model, Eagle3)
+    return TrainedChains(model, settings.num_speculative_tokens)
+
+
+def _initial(ready: Any) -> Params:
+    """Return the target's last norm, which has the scale that its head expects; the other weights are random."""
+    abstract = ready.abstract_state.params["norm"]
+    weight = ready.frozen["norm"] + ready.cfg.norm_offset  # a drafter's norm has no offset
+    return {"norm": jax.device_put(jnp.array(weight, abstract.dtype, copy=True), abstract.sharding)}
+
+
+def _export(
+    folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any, *, settings: Draft,
+    new: NewDraft,
+) -> None:  # fmt: skip
+    """Write the drafter in the format of `speculators`. All processes call it and the first writes."""
+    host = jax.tree.map(lambda x: np.asarray(whole(x.astype(dtype))), params)
+    if jax.process_index():
+        return
+    if new.given:
+        target = load(settings.weights, dtype).params
+        host = with_given(new, host, head_of(target, cfg), settings.vocab_ids)
+        host = jax.tree.map(np.asarray, host)
+    if folder.exists():
+        shutil.rmtree(folder)
+    save_draft(folder, new.model, host, draft_config(settings, cfg) | {"dtype": str(jnp.dtype(dtype))})
