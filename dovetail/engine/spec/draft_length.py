@@ -24,6 +24,7 @@ class _Rows:
     """Hold the measurements of steps with one number of rows."""
 
     seconds: dict[int, float] = field(default_factory=dict)  # of a step, by its draft tokens; 0: a decode step
+    run: set[int] = field(default_factory=set)  # the draft tokens of verify steps that have run
     measured: int = 0  # decode steps
     since: int = 0  # decode steps since the last verify step
     probes: int = 0  # verify steps that are left of a trial
@@ -67,8 +68,15 @@ class DraftLength:
         return self.tokens(drafts) * plain / known.seconds.get(drafts, plain)
 
     def measured(self, rows: int, drafts: int, seconds: float, steps: int = 1) -> None:
-        """Add a measured step, or `steps` decode steps of one dispatch."""
+        """Add a measured step, or `steps` decode steps of one dispatch.
+
+        The first verify step of a program is not counted: it includes setting up, and a time that is too long would
+        turn speculation off before it could be measured again.
+        """
         known, each = self._rows.setdefault(rows, _Rows()), seconds / steps
+        if drafts and drafts not in known.run:
+            known.run.add(drafts)
+            return
         before = known.seconds.get(drafts, each)
         known.seconds[drafts] = before + SHARE * (each - before)
         if drafts:
