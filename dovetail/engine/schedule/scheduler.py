@@ -459,9 +459,7 @@ class Scheduler:
         if seq.computed:  # not preempted meanwhile
             seq.computed = row.start + len(tokens)
         if row.drafts:
-            seq.num_drafts += 1
-            seq.num_draft_tokens += len(row.drafts)
-            seq.num_accepted_tokens += len(tokens) - 1
+            seq.count_drafts(len(row.drafts), len(tokens) - 1)
         return tokens
 
     # --- state --------------------------------------------------------------------------------------------------------
