@@ -153,9 +153,9 @@ def delta_of(seq: Sequence, tokens: list[int], now: float, scores: Scores | None
 
 def spec_decode_metrics(seq: Sequence) -> SpecDecodeMetrics | None:
     """Return the counters of a sequence's verify steps; None if no draft token was verified."""
-    if not seq.num_drafts:
+    if not seq.num_draft_tokens:
         return None
-    return SpecDecodeMetrics(seq.num_drafts, seq.num_draft_tokens, seq.num_accepted_tokens)
+    return SpecDecodeMetrics(tuple(seq.acceptance_histogram), seq.num_draft_tokens)
 
 
 def completion_of(seq: Sequence, version: int) -> CompletionOutput:

@@ -463,9 +463,7 @@ class Scheduler:
             seq.computed -= row.count - len(tokens)
         if row.drafts:
             seq.verifying -= 1
-            seq.num_drafts += 1
-            seq.num_draft_tokens += len(row.drafts)
-            seq.num_accepted_tokens += len(tokens) - 1
+            seq.count_drafts(len(row.drafts), len(tokens) - 1)
         return tokens
 
     # --- state --------------------------------------------------------------------------------------------------------

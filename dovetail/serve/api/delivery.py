@@ -131,9 +131,8 @@ class TokenUsage:
         """Return the field `metrics` of all answers together; no field if it is off or no draft token was verified."""
         if not (self._shows_drafts and self._drafts):
             return {}
-        total = SpecDecodeMetrics(*map(sum, zip(*self._drafts.values(), strict=True)))
-        means = {name: getattr(total, name) for name in ("mean_acceptance_length", "draft_acceptance_rate")}
-        return {"metrics": {"speculative_decoding": means | total._asdict()}}
+        total = sum(self._drafts.values(), SpecDecodeMetrics())
+        return {"metrics": {"speculative_decoding": total.shown()}}
 
     def openai(self) -> dict[str, Any]:
         """Return the usage as OpenAI's chat and completions routes show it."""

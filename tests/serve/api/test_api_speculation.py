@@ -76,7 +76,10 @@ def client(server):
 
 def counts(answer) -> dict:
     found = answer.metrics["speculative_decoding"]
-    steps, drafts, kept = (found[name] for name in SpecDecodeMetrics._fields)
+    names = "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"
+    steps, drafts, kept = (found[name] for name in names)
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == steps and sum(j * count for j, count in enumerate(histogram)) == kept
     assert 0 <= kept <= drafts <= 3 * steps and steps > 0
     assert found["mean_acceptance_length"] == pytest.approx(1 + kept / steps)
     assert found["draft_acceptance_rate"] == pytest.approx(kept / drafts)
@@ -151,9 +154,10 @@ def test_responses_and_messages_have_the_counts_too(server, client):
 
 
 def test_counts_travel_between_processes():
-    sent = Delta("a", 0, [1, 2, 3], DeltaTimes(0.0), spec_decode_metrics=SpecDecodeMetrics(4, 12, 5))
+    sent = Delta("a", 0, [1, 2, 3], DeltaTimes(0.0), spec_decode_metrics=SpecDecodeMetrics((1, 1, 2), 12))
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Delta)
-    assert found.spec_decode_metrics == SpecDecodeMetrics(4, 12, 5)
+    assert found.spec_decode_metrics == SpecDecodeMetrics((1, 1, 2), 12)
+    assert found.spec_decode_metrics.num_accepted_draft_tokens == 5
     assert found.cut(1).spec_decode_metrics == found.spec_decode_metrics
 
 
