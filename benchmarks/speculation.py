@@ -1,6 +1,8 @@
 """Speculative decoding beside decoding without it: tokens per second, and tokens per step, in one process.
 
 On a CPU, n-gram and suffix drafts of a text to edit:   python benchmarks/speculation.py edit
+On a CPU, a trained drafter on prompts of its kind:     python benchmarks/speculation.py edit --draft FOLDER \\
+                                                           --data PROMPTS.jsonl
 On a GPU, drafts of a given acceptance (see Guess):    python benchmarks/speculation.py shape --model CONFIG_FOLDER
 On a GPU, what a draft model costs:                    python benchmarks/speculation.py draft --model CONFIG_FOLDER \\
                                                            --draft CONFIG_FOLDER...
@@ -15,11 +17,13 @@ import json
 import random
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.spec.draft_length import DraftLength
+from dovetail.engine.spec.drafter import DeviceDrafter
 from dovetail.engine.spec.speculator import Speculator
 
 TEXT = """def area(width, height):
@@ -84,39 +88,56 @@ def rate(llm: LLM, prompts, params, turns: int) -> tuple[float, float, list]:
 
 
 def edit(args) -> None:
-    params = SamplingParams(temperature=0, max_tokens=args.tokens)
-    engines = {"none": LLM(args.model, max_num_seqs=1, max_model_len=2048)}
+    """Answer prompts one by one, without and with each drafter: the question, or the last prompts of a file."""
+    params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.tokens)
     methods = {
         "ngram": {"method": "ngram"},
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},  # earlier turns do not count
     }
+    methods = {folder: {"model": folder} for folder in args.draft} or methods
+    more = {"num_speculative_tokens": args.drafts} if args.drafts else {}
+    engines = {"none": LLM(args.model, max_num_seqs=1, max_model_len=2048)}
     for method, keys in methods.items():
-        config = {**keys, "num_speculative_tokens": args.drafts}
-        engines[method] = LLM(args.model, max_num_seqs=1, max_model_len=2048, speculative_config=config)
-        runner, choices = engines[method].runner, engines[method].runner.buckets.drafts
-        runner.steps.all([runner.buckets.verify(1, each) for each in choices])
+        engines[method] = LLM(args.model, max_num_seqs=1, max_model_len=2048, speculative_config={**keys, **more})
+        runner = engines[method].runner
+        runner.steps.all([runner.buckets.verify(1, each) for each in runner.buckets.drafts])
     tokenizer = engines["none"].tokenizer
-    prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
-    found = {}
-    for _ in range(args.turns):  # the variants take turns
+    assert tokenizer is not None
+    prompts = [tokenizer.encode_chat(messages) for messages in _questions(args)]
+    seconds, steps, outputs = defaultdict(float), defaultdict(int), {}
+    for turn in range(1 + args.turns):  # the variants take turns; the first one warms up
         for name, llm in engines.items():
-            speed, steps, outputs = rate(llm, [prompt], params, 1)
-            if name not in found or speed > found[name][0]:
-                found[name] = speed, steps, outputs
-    plain, _, expected = found["none"]
-    print(tokenizer.decode(expected[0].outputs[0].token_ids))
-    for name, (speed, steps, outputs) in found.items():
-        same = outputs[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-        count = len(outputs[0].outputs[0].token_ids)
-        print(f"{name:8} {speed:7.1f} tok/s  {speed / plain:5.2f}x  {count / steps:5.2f} tokens per step  same: {same}")
+            for prompt in prompts:
+                before = llm.engine.stats().steps
+                took, outputs[name, tuple(prompt)] = timed(llm, [prompt], params)
+                if turn:
+                    seconds[name] += took
+                    steps[name] += llm.engine.stats().steps - before
+    print(tokenizer.decode(outputs["none", tuple(prompts[0])][0].outputs[0].token_ids))
+    count = args.turns * sum(len(outputs["none", tuple(prompt)][0].outputs[0].token_ids) for prompt in prompts)
+    for name in engines:
+        same = all(
+            outputs[name, tuple(each)][0].outputs[0].token_ids == outputs["none", tuple(each)][0].outputs[0].token_ids
+            for each in prompts
+        )
+        print(
+            f"{name:8} {count / seconds[name]:7.1f} tok/s  {seconds['none'] / seconds[name]:5.2f}x  "
+            f"{count / steps[name]:5.2f} tokens per step  same: {same}"
+        )
+
+
+def _questions(args) -> list[list[dict]]:
+    if not args.data:
+        return [[{"role": "user", "content": QUESTION}]]
+    with open(args.data) as file:
+        return [json.loads(line)["messages"] for line in file][-args.prompts :]
 
 
 def shape(args) -> None:
     config = {"num_speculative_tokens": args.drafts}
     llm = LLM(args.model, load_format="dummy", max_num_seqs=max(args.streams), max_model_len=2048,
               speculative_config=config)  # fmt: skip
-    drafting, llm.engine.speculator = llm.engine.speculator, None
-    adaptive = drafting.length.choices
+    llm.engine.speculator, adaptive = None, llm.runner.buckets.drafts
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, allowed_token_ids=(TOKEN,))
     print(f"{args.model}, K={args.drafts}: tok/s without, with; speed-up; tokens per row and step; step ms; ratio")
     for streams in args.streams:
@@ -148,7 +169,7 @@ def draft(args) -> None:
         config = {"num_speculative_tokens": args.drafts} | ({"model": folder} if folder else {})
         llm = LLM(args.model, load_format="dummy", max_num_seqs=max(args.streams), max_model_len=2048,
                   max_num_batched_tokens=2048, kv_cache_memory_bytes=8 * 2**30, speculative_config=config)  # fmt: skip
-        drafter = Guess(1.0) if folder is None else llm.engine.speculator.drafter
+        drafter = Guess(1.0) if folder is None else DeviceDrafter()
         for streams in args.streams:
             rng = random.Random(streams)
             prompts = [[rng.randrange(1000) for _ in range(args.prompt)] for _ in range(streams)]
@@ -215,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("edit", "shape", "draft", "rl"))
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafts", type=int, default=7)
+    parser.add_argument("--drafts", type=int, help="draft tokens; by default 7, or what a draft model proposes")
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="rl: steps of a run")
@@ -223,8 +244,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--accept", type=float, nargs="+", default=[0.75, 0.0])
-    parser.add_argument("--draft", nargs="+", default=[])
+    parser.add_argument("--draft", nargs="+", default=[], help="draft models: folders")
+    parser.add_argument("--data", help="a .jsonl file with messages, of which the last --prompts are answered")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
+    args.drafts = args.drafts or (None if args.what == "edit" else 7)
     {"edit": edit, "shape": shape, "draft": draft, "rl": rl}[args.what](args)
 
 
