@@ -4,14 +4,18 @@ On a CPU, n-gram and suffix drafts of a text to edit:   python benchmarks/specul
 On a GPU, drafts of a given acceptance (see Guess):    python benchmarks/speculation.py shape --model CONFIG_FOLDER
 On a GPU, what a draft model costs:                    python benchmarks/speculation.py draft --model CONFIG_FOLDER \\
                                                            --draft CONFIG_FOLDER...
+Rollouts of RL, without and with the suffix drafter:   python benchmarks/speculation.py rl
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
+import tempfile
 import time
+from pathlib import Path
 
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
@@ -139,8 +143,7 @@ def draft(args) -> None:
     The one token that requests allow is always accepted, so that all have the same number of steps.
     """
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, allowed_token_ids=(TOKEN,))
-    print("streams: ms of a decode step, of a verify step, of a verify step that drafts; drafting in decode steps")
-    found: dict[int, list[float]] = {streams: [] for streams in args.streams}
+    print("streams: ms of a decode step and of a verify step; how many times as fast with 4 tokens per verify step")
     for folder in (None, *args.draft):
         config = {"num_speculative_tokens": args.drafts} | ({"model": folder} if folder else {})
         llm = LLM(args.model, load_format="dummy", max_num_seqs=max(args.streams), max_model_len=2048,
@@ -154,31 +157,75 @@ def draft(args) -> None:
                 llm.engine.speculator = speculator
                 speed, steps, _ = rate(llm, prompts, params, args.turns)
                 times.append(1e3 * streams * args.tokens / speed / steps)
-            found[streams] += times
-            plain, verify = found[streams][:2]
-            cost = (
-                f"  drafting {(times[1] - verify) / plain:6.1%}, following {times[0] / plain - 1:6.1%}"
-                if folder
-                else ""
-            )
-            print(f"{folder or '-'}: {streams:3}  {times[0]:6.2f} {times[1]:6.2f}{cost}", flush=True)
+            plain, verify = times
+            print(f"{folder or '-'}: {streams:3}  {plain:6.2f} {verify:6.2f}  {4 * plain / verify:5.2f}x", flush=True)
         del llm
         gc.collect()
 
 
+def rl(args) -> None:
+    """Run one RL recipe without and with the suffix drafter, in turns, and compare the time of their rollouts.
+
+    Both have the same completions. The first turn compiles the steps and is not counted; neither is the first step of
+    a run.
+    """
+    variants = {"none": {}, "suffix": {"kind": "suffix", "num_speculative_tokens": args.drafts, "refresh": 2}}
+    steps: dict[str, list[dict]] = {name: [] for name in variants}
+    for turn in range(1 + args.turns):
+        written = {}
+        for name, speculation in variants.items():
+            with tempfile.TemporaryDirectory() as place:
+                lines, written[name] = rl_run(args, speculation, Path(place))
+            seconds = " ".join(f"{line['rollout_seconds']:.2f}" for line in lines)
+            lengths = " ".join(f"{line['accepted_length']:.2f}" for line in lines if "accepted_length" in line)
+            print(f"turn {turn} {name:8} rollouts of {seconds} s, accepted length {lengths or 1}", flush=True)
+            steps[name] += lines[1:] if turn else []
+        print(f"turn {turn} same completions: {written['none'] == written['suffix']}", flush=True)
+    plain, drafted = (sum(line["rollout_seconds"] for line in lines) for lines in steps.values())
+    saved = sum(line.get("seconds_saved", 0.0) for line in steps["suffix"])
+    print(f"{len(steps['none'])} rollouts each: {plain:.1f} s without and {drafted:.1f} s with draft tokens, "
+          f"{1 - drafted / plain:.0%} less; seconds_saved says {saved:.1f} s")  # fmt: skip
+
+
+def rl_run(args, speculation: dict, place: Path) -> tuple[list[dict], list[str]]:
+    """Return the metrics of the steps of a run, and its completions."""
+    from dovetail.tune.rl.rl import rl
+
+    texts = TEXT.strip().split("\n\n\n")
+    data = [{"prompt": [{"role": "user", "content": f"Repeat this program, word by word:\n\n{text}"}], "text": text}
+            for text in texts]  # fmt: skip
+    rl(
+        model=args.model, data=data, rewards=[repeated], run_dir=place, show=False, show_every=0, prompts=1,
+        num_generations=args.generations, max_prompt_length=128, max_completion_length=args.tokens, steps=args.steps,
+        lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}, checkpoint={"every": 0}, optimizer={"lr": 1e-5},
+        precision={"compute": "f32"}, speculation=speculation,
+    )  # fmt: skip
+    files = (place / name for name in ("metrics.jsonl", "completions.jsonl"))
+    steps, completions = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    return steps, [line["completion"] for line in completions]
+
+
+def repeated(prompts, completions, text, **columns) -> list[float]:
+    """Return the share of the text's words that a completion has."""
+    said = [{*each[-1]["content"].split()} for each in completions]
+    return [len(words & {*wanted.split()}) / len({*wanted.split()}) for words, wanted in zip(said, text, strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("edit", "shape", "draft"))
+    parser.add_argument("what", choices=("edit", "shape", "draft", "rl"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="rl: steps of a run")
+    parser.add_argument("--generations", type=int, default=4, help="rl: completions of a prompt")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--accept", type=float, nargs="+", default=[0.75, 0.0])
     parser.add_argument("--draft", nargs="+", default=[])
     args = parser.parse_args()
-    {"edit": edit, "shape": shape, "draft": draft}[args.what](args)
+    {"edit": edit, "shape": shape, "draft": draft, "rl": rl}[args.what](args)
 
 
 if __name__ == "__main__":

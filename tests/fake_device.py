@@ -5,6 +5,7 @@ depend on all of it. Every row must continue where its sequence stood, read only
 host. The next token is a function of the history and the sample's index alone.
 """
 
+import random
 import zlib
 from collections import deque
 from itertools import pairwise
@@ -13,7 +14,7 @@ import numpy as np
 
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
-from dovetail.engine.schedule.plan import REJECTED, StepPlan
+from dovetail.engine.schedule.plan import REJECTED, UNKNOWN, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 
 VOCAB, EOS = 30, 0
@@ -56,6 +57,7 @@ class FakeDevice:
         self.histories: dict[Sequence, History] = {}
         self.stood: dict[Sequence, tuple[int, int]] = {}  # (preemptions, tokens computed)
         self.computed_tokens = 0
+        self.right, self.random = 0.5, random.Random(0)  # how often the device's own draft tokens are right
 
     def run(self, plan: StepPlan) -> np.ndarray:
         """The tokens [steps, rows + 1]: the last column is padding, and what rows that do not sample have is noise."""
@@ -78,26 +80,39 @@ class FakeDevice:
         sampled = np.full((1 + plan.num_drafts, len(plan.rows) + 1), EOS, np.int32)
         for i, row in enumerate(plan.rows):
             seq, truth = row.seq, self.histories[row.seq]
-            assumed = History(seq)
-            for token in (*truth.tokens[seq.prompt_len :], *row.drafts):
+            start, assumed = self.stood[seq][1] if row.ahead else row.start, History(seq)
+            for token in truth.tokens[seq.prompt_len :]:
                 assumed.append(token)
-            for at in range(row.start, row.start + row.count):
+            drafts = [self._draft(assumed) if token == UNKNOWN else token for token in row.drafts]
+            assumed = History(seq)
+            for token in (*truth.tokens[seq.prompt_len :], *drafts):
+                assumed.append(token)
+            for at in range(start, start + row.count):
                 self.pages[seq.pages[at // self.size]][at % self.size] = assumed.names[at]
-            self._read(seq, row.start + 1)
-            column = [assumed.next(row.start + 1 + j) for j in range(row.count)]
-            kept = 1 + next((j for j, draft in enumerate(row.drafts) if column[j] != draft), len(row.drafts))
+            self._read(seq, start + 1)
+            column = [assumed.next(start + 1 + j) for j in range(row.count)]
+            kept = 1 + next((j for j, draft in enumerate(drafts) if column[j] != draft), len(drafts))
             sampled[:kept, i], sampled[kept:, i] = column[:kept], REJECTED
             for token in column[:kept]:
                 truth.append(token)
-            self.stood[seq] = (seq.preemptions, row.start + kept)
+            self.stood[seq] = (seq.preemptions, start + kept)
             self.computed_tokens += row.count
         return sampled
+
+    def _draft(self, assumed: History) -> int:
+        """Return a draft token of the device's own, and assume it."""
+        token = assumed.next(len(assumed.tokens)) if self.random.random() < self.right else self.random.randrange(30)
+        assumed.append(token)
+        return token
 
     def _check_start(self, row) -> None:
         seq = row.seq
         history = self.histories.setdefault(seq, History(seq))
         assert seq.status is Status.RUNNING and row.count > 0
         preemptions, stood = self.stood.get(seq, (-1, 0))
+        if row.ahead:
+            assert preemptions == seq.preemptions and stood <= row.start and row.samples and row.drafts
+            return
         if preemptions == seq.preemptions:
             assert row.start == stood, f"{seq.id}: row from {row.start}, but {stood} tokens were computed"
         else:
@@ -140,8 +155,9 @@ class Driver:
             self.land()
 
     def launch(self, drafts: dict[Sequence, tuple[int, ...]] | None = None) -> StepPlan | None:
-        if self.flying and self.flying[-1][0].num_drafts:
-            return None  # draft tokens follow known tokens
+        ahead = any(UNKNOWN in each for each in (drafts or {}).values())
+        if self.flying and self.flying[-1][0].num_drafts and not ahead:
+            return None  # draft tokens of the host follow known tokens
         plan = self.scheduler.schedule(prompts_first=self.prompts_first, drafts=drafts)
         if plan is not None:
             self.flying.append((plan, self.device.run(plan)))

@@ -439,13 +439,13 @@ class Engine:
         if self.blocked:
             raise UserError(self.blocked)
         most = self._drafts_wanted()
-        if self._inflight and (most or self._inflight[0].plan.speculates):
-            return self._commit_next(ended_only)  # draft tokens follow known tokens
+        if self._inflight and self._needs_tokens(most):
+            return self._commit_next(ended_only)
         drafts = self.speculator.propose(self.scheduler.running, most) if self.speculator and most else None
         limits = None if prompts_first or most else self._limits()
         plan = self.scheduler.schedule(1 if most else self._steps_wanted(), prompts_first, limits, drafts)
         if plan is not None:
-            plan.speculates = bool(most)
+            plan.requested = most
             try:
                 self._inflight.append(self._launch(plan, waits=limits is None))
             except BaseException:  # it did not run: undo the plan
@@ -456,6 +456,12 @@ class Engine:
             if len(self._inflight) < 2:
                 return []
         return self._commit_next(ended_only) if self._inflight else []
+
+    def _needs_tokens(self, most: int) -> bool:
+        """Return whether a step with `most` draft tokens can be planned only when the last one's tokens are known."""
+        if most:
+            return not (self.speculator and self.speculator.runs_ahead)
+        return self._inflight[-1].plan.requested > 0
 
     def _commit_next(self, ended_only: bool) -> list[OutputDelta]:
         sampled = self._inflight[0].fetch()  # a step whose tokens cannot be fetched stays in flight
@@ -528,9 +534,9 @@ class Engine:
         """Let the speculator measure a step, and learn from sequences that ended with it."""
         plan = launched.plan
         rows = self.runner.buckets.decode(len(plan.rows)).rows
-        if plan.speculates:
+        if plan.requested:
             quiet = not (launched.waited or self.runner.is_compiling)
-            speculator.committed(plan, rows, {seq: len(tokens) for seq, tokens, _ in gains}, quiet)
+            speculator.committed(plan, rows, {seq: len(tokens) for seq, tokens, _ in gains}, seconds, quiet)
         elif seconds is not None and plan.is_decode:
             speculator.length.measured(rows, 0, seconds, plan.steps)
         speculator.finish(seq for seq, _, _ in gains)

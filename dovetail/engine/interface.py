@@ -7,6 +7,8 @@ snapshot of the statistics costs one look at each running sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 # --- controls ---------------------------------------------------------------------------------------------------------
 
@@ -54,6 +56,44 @@ class SpeculationCounts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
+
+
+class SpecDecodeMetrics(NamedTuple):
+    """Counters of speculative decoding of one completion, under vLLM's names (`metrics.speculative_decoding`)."""
+
+    acceptance_histogram: tuple[int, ...] = ()  # at j: verify steps that accepted j draft tokens
+    num_draft_tokens: int = 0
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Return the verify steps with draft tokens of this completion."""
+        return sum(self.acceptance_histogram)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Return the draft tokens that were accepted."""
+        return sum(count * steps for count, steps in enumerate(self.acceptance_histogram))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Return the tokens gained per verify step: the accepted draft tokens, and the token sampled after them."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Return the share of draft tokens that were accepted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens
+
+    def __add__(self, other: SpecDecodeMetrics) -> SpecDecodeMetrics:  # type: ignore[override]
+        """Return the counters of two completions together."""
+        pairs = zip_longest(self.acceptance_histogram, other.acceptance_histogram, fillvalue=0)
+        return SpecDecodeMetrics(tuple(map(sum, pairs)), self.num_draft_tokens + other.num_draft_tokens)
+
+    def shown(self) -> dict[str, Any]:
+        """Return the fields as vLLM shows them."""
+        means = {name: getattr(self, name) for name in ("mean_acceptance_length", "draft_acceptance_rate")}
+        counts = {name: getattr(self, name) for name in ("num_spec_steps", "num_accepted_draft_tokens")}
+        return means | counts | self._asdict()
 
 
 @dataclass(frozen=True)

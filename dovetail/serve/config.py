@@ -80,6 +80,10 @@ class ServerConfig:
     reasoning_parser: str | None = option(
         None, "Format of reasoning. Default: derived from the chat template.", metavar="NAME", panel=_FORMAT
     )
+    per_request_spec_decode_metrics: str = option(
+        "none", "Counts of speculative decoding in answers, as `metrics.speculative_decoding`: none or summary.",
+        choices=("none", "summary"), panel=_FORMAT,
+    )  # fmt: skip
     defaults: Mapping[str, Any] = field(default_factory=dict)  # SamplingParams for what a request leaves out
     limits: ServerLimits = field(default_factory=ServerLimits)
 

@@ -11,6 +11,7 @@ from refusals import refuses
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.sequence import Status
+from dovetail.engine.schedule.plan import UNKNOWN
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +96,21 @@ class Traffic(RuleBasedStateMachine):
         if not self.scheduler.demand().prompts:
             self._launch({seq: self._drafts(seq, most, right) for seq in self.scheduler.running})
 
+    @rule(most=st.integers(1, 6), right=st.floats(0, 1), times=st.integers(1, 4))
+    def speculate_ahead(self, most, right, times):
+        """Verify draft tokens that only the device knows, also while it is not known how many the last step accepts."""
+        self.driver.device.right = right
+        for _ in range(times):
+            if self.scheduler.demand().prompts:
+                return
+            room = {seq: seq.limit - seq.length - 1 for seq in self.scheduler.running if not seq.single_step}
+            drafts = {seq: (UNKNOWN,) * min(most, left) for seq, left in room.items() if left > 0}
+            if not drafts:
+                return
+            self._launch(drafts)
+            if len(self.driver.flying) > self.driver.ahead:
+                self._land()
+
     def _drafts(self, seq, most, right):
         count = self.random.randint(0, max(0, min(most, seq.limit - len(seq.tokens) - 1)))
         truth = expected(seq)[len(seq.tokens) :]
@@ -164,3 +180,29 @@ TestTraffic.settings = settings(
     max_examples=200, stateful_step_count=40, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_draft_tokens_ahead_of_the_host(seed):
+    """Steps with draft tokens that only the device knows, two in flight: all sequences get their own tokens."""
+    rng = random.Random(seed)
+    scheduler = make(rng.randint(1, 4), 40, rng.randint(12, 40), 4, 60)
+    driver = Driver(scheduler, ahead=1)
+    driver.device.right = rng.random()
+    seqs = [s for i in range(6) for s in sequences(f"r{i}", range(1, rng.randint(2, 12)), 1, rng.randint(1, 25), False)]
+    ahead = 0
+    for seq in seqs:
+        scheduler.add(seq)
+    while scheduler.has_work or driver.flying:
+        room = {seq: min(3, seq.limit - seq.length - 1) for seq in scheduler.running}
+        drafts = {seq: (UNKNOWN,) * left for seq, left in room.items() if left > 0}
+        before = list(scheduler.running)
+        plan = driver.launch(drafts if drafts and not scheduler.demand().prompts else None)
+        if plan is not None:
+            check_plan(driver, plan, before, set())
+            ahead += any(row.ahead for row in plan.rows)
+        check_invariants(scheduler, driver.device)
+        if plan is None or len(driver.flying) > 1:
+            driver.land()
+            check_invariants(scheduler, driver.device)
+    assert [seq.tokens for seq in seqs] == [expected(seq) for seq in seqs] and ahead

@@ -319,6 +319,15 @@ def test_it_turns_itself_off_and_tries_again():
     assert length.choose(8) == 4
 
 
+def test_the_first_step_of_a_program_is_not_measured():
+    length = DraftLength((4,))
+    length.measured(1, 0, 0.1, 10)
+    length.measured(1, 4, 1.0)  # with what is set up when it first runs
+    assert length.choose(1) == 4
+    length.measured(1, 4, 0.1)
+    assert length.choose(1) == 0
+
+
 def test_fewer_draft_tokens_where_the_later_ones_are_rejected():
     length = DraftLength((2, 6))
     length.measured(1, 0, 0.1, 10)

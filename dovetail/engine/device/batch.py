@@ -95,7 +95,7 @@ class StepArrays:
     """Hold the parts of a step's vector."""
 
     tokens: jax.Array  # [T], UNKNOWN where only the device knows
-    kv_lens: jax.Array  # [S]
+    kv_lens: jax.Array  # [S]; negative: this many tokens more than the slot has computed
     slots: jax.Array  # [S]
     adapters: jax.Array  # [S] numbers of adapters (see ops.adapter.choose)
     samples: jax.Array  # [S] 1 where the row's last token is sampled from
@@ -144,7 +144,7 @@ class Packer:
             end += row.count
             ends.append(end)
         tokens[:end], cu[1 : n + 1], cu[n + 1 :], num_seqs[0] = known, ends, end, n
-        kv_lens[:n] = [row.start + row.count for row in plan.rows]
+        kv_lens[:n] = [-row.count if row.ahead else row.start + row.count for row in plan.rows]
         slots[:n], slots[n:] = [_slot(row) for row in plan.rows], self._trash
         samples[:n] = [row.samples for row in plan.rows]
         for part, name in zip(numbers.reshape(len(NUMBERS), -1), NUMBERS, strict=True):
@@ -185,7 +185,7 @@ def _tokens(row: PlanRow) -> list[int]:
     """Return a row's tokens, UNKNOWN where only the device knows."""
     tokens, start, count = row.seq.tokens, row.start, row.count
     if row.drafts:
-        return [tokens[start], *row.drafts]
+        return [tokens[start] if start < len(tokens) else UNKNOWN, *row.drafts]
     if count == 1:
         return [tokens[start]] if start < len(tokens) else [UNKNOWN]
     found = tokens[start : start + count]

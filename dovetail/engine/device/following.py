@@ -18,11 +18,11 @@ from dovetail.models.draft.draft import Carried, DraftModel, Target
 from dovetail.ops.sample import SampleInputs, advance, sample
 
 
-class Features(NamedTuple):
-    """Hold the feature of the last token that each slot computed (see models.draft)."""
+class Followed(NamedTuple):
+    """Hold how far the draft model has followed each slot."""
 
-    values: jax.Array  # [slots + 1, F]
-    position: jax.Array  # [slots + 1] of that token in its sequence
+    position: jax.Array  # [slots + 1] of the last token that the slot computed and kept
+    features: jax.Array | None  # [slots + 1, F] of that token (see models.draft)
 
 
 def with_draft(params: Params, draft: Params | None) -> Params:
@@ -30,13 +30,13 @@ def with_draft(params: Params, draft: Params | None) -> Params:
     return params if draft is None else {**params, "draft": draft}
 
 
-def abstract_features(draft: DraftModel | None, slots: int, dtype: Any, sharding: Any) -> Features | None:
-    """Return the abstract arrays of the features of `slots` slots; None if there are none."""
-    if draft is None or not draft.feature_dim:
+def abstract_followed(draft: DraftModel | None, slots: int, dtype: Any, sharding: Any) -> Followed | None:
+    """Return the abstract arrays of `slots` slots; None without a draft model."""
+    if draft is None:
         return None
-    values = jax.ShapeDtypeStruct((slots + 1, draft.feature_dim), dtype, sharding=sharding)
-    position = jax.ShapeDtypeStruct((slots + 1,), jnp.int32, sharding=sharding)
-    return Features(values, position)  # type: ignore[arg-type]
+    features: Any = jax.ShapeDtypeStruct((slots + 1, draft.feature_dim), dtype, sharding=sharding)
+    position: Any = jax.ShapeDtypeStruct((slots + 1,), jnp.int32, sharding=sharding)
+    return Followed(position, features if draft.feature_dim else None)
 
 
 def follow(
@@ -47,10 +47,10 @@ def follow(
     seen: jax.Array | None,
     ctx: Paged,
     cache: Cache,
-    features: Features | None,
+    followed: Followed,
     slots: jax.Array,
     newest: jax.Array,
-) -> tuple[Cache, Features | None]:
+) -> tuple[Cache, Followed]:
     """Let the draft model follow a call of the target.
 
     Args:
@@ -61,26 +61,25 @@ def follow(
         seen: [T, len(taps) * D], the outputs of the tapped layers; None without taps.
         ctx: The context of the call.
         cache: The pages.
-        features: The features of earlier calls.
+        followed: The state after earlier calls.
         slots: [S], the rows' slots.
         newest: [S], the last of each row's tokens that is kept, among the T.
 
     Returns:
-        The pages and the features with the new tokens.
+        The pages and the state with the new tokens.
     """
     own = len(cfg.layers)
     seen = jnp.zeros((tokens.shape[0], 0)) if seen is None else seen
     starts = ctx.kv_lens - jnp.diff(ctx.cu_q_lens)
-    carried = None
+    features, carried = followed.features, None
     if features is not None:
-        carried = Carried(features.values[slots], features.position[slots] == starts - 1)
+        carried = Carried(features[slots], followed.position[slots] == starts - 1)
     pages, new = draft.absorb(params["draft"], Target(params, cfg), tokens, seen, ctx, cache[own:], carried)
     if features is not None:
         assert new is not None
-        position = starts + newest - ctx.cu_q_lens[:-1]
-        values = features.values.at[slots].set(new[newest].astype(features.values.dtype))
-        features = Features(values, features.position.at[slots].set(position))
-    return (*cache[:own], *pages), features
+        features = features.at[slots].set(new[newest].astype(features.dtype))
+    position = followed.position.at[slots].set(starts + newest - ctx.cu_q_lens[:-1])
+    return (*cache[:own], *pages), Followed(position, features)
 
 
 def propose(
@@ -90,7 +89,7 @@ def propose(
     tokens: jax.Array,
     ctx: Paged,
     cache: Cache,
-    features: Features | None,
+    followed: Followed,
     slots: jax.Array,
     inputs: SampleInputs,
     history: jax.Array,
@@ -108,7 +107,7 @@ def propose(
         tokens: [S], the newest token of each row.
         ctx: The context of the verify step, whose rows have the newest token and room for draft tokens.
         cache: The pages.
-        features: The features of earlier calls.
+        followed: The state after earlier calls.
         slots: [S].
         inputs: The sampling parameters of the rows, for the position after the newest token.
         history: The counts of the penalties.
@@ -123,7 +122,7 @@ def propose(
     def pick(j: int, logits: jax.Array) -> jax.Array:
         return sample(logits, advance(bare, j), history, MAX_LOGPROBS, ctx.platform, ctx.placement)[0]
 
-    carried = features.values[slots] if features is not None else None
+    carried = followed.features[slots] if followed.features is not None else None
     target = Target(params, cfg)
     found, pages = draft.draft(params["draft"], target, tokens, rows, cache[own:], carried, count, pick)
     return found, (*cache[:own], *pages)

@@ -26,7 +26,7 @@ from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import NOTE
 from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
-from dovetail.engine.device.following import abstract_features
+from dovetail.engine.device.following import abstract_followed
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
 from dovetail.engine.schedule.plan import StepDemand, StepLimits
@@ -148,9 +148,9 @@ class Programs:
         return [self.absent] if self.absent else jax.devices()[:1]
 
     @property
-    def features(self) -> Any:
-        """Return the abstract arrays of the draft model's features."""
-        return abstract_features(self.draft, self.buckets.max_rows, self.compute.dtype, self.everywhere)
+    def followed(self) -> Any:
+        """Return the abstract arrays of the draft model's state."""
+        return abstract_followed(self.draft, self.buckets.max_rows, self.compute.dtype, self.everywhere)
 
     def pages(self, count: int) -> Any:
         """Return the abstract arrays of a pool of `count` pages, the model's and then the draft model's.
@@ -177,9 +177,9 @@ class Programs:
         static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute, draft=self.draft)
         if shape.is_decode or shape.drafts:
             run = run_verify if shape.drafts else run_decode
-            state = DeviceState(cache, last, tables, history, self.features)
+            state = DeviceState(cache, last, tables, history, self.followed)
             return StepProgram(shape, run, (params, state, flat, self._asked(shape)), static, options)
-        return StepProgram(shape, run_prompts, (params, cache, tables, last, flat, self.features), static, options)
+        return StepProgram(shape, run_prompts, (params, cache, tables, last, flat, self.followed), static, options)
 
     def compile(self, shape: Shape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
         """Return the compiled step with `pages` pages, from disk if it was kept.

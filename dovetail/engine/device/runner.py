@@ -21,7 +21,7 @@ import numpy as np
 from dovetail.core.types import Cache, Params, Weights
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
-from dovetail.engine.device.following import Features, with_draft
+from dovetail.engine.device.following import Followed, with_draft
 from dovetail.engine.device.programs import CompiledSteps, Programs, StepProgram, limits_of
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
@@ -161,7 +161,7 @@ class Runner:
 
     def _allocate(self) -> None:
         self.cache: Cache | None = zeros_of(self.programs.pages(self.num_pages))
-        self.features: Features | None = zeros_of(self.programs.features)
+        self.followed: Followed | None = zeros_of(self.programs.followed)
         slots = self.buckets.max_rows + 1
         self.last = jnp.zeros(slots, jnp.int32, device=self.programs.everywhere)
         self.tables = jnp.zeros((slots, self.buckets.max_pages), jnp.int32, device=self.programs.everywhere)
@@ -180,7 +180,7 @@ class Runner:
 
     def renew(self) -> None:
         """Allocate pages and last tokens again if a step that failed has consumed the donated ones."""
-        if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables, self.features))):
+        if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables, self.followed))):
             self._allocate()
 
     # --- launching ----------------------------------------------------------------------------------------------------
@@ -203,15 +203,15 @@ class Runner:
     def _decode(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         assert self.cache is not None
         step = self.steps(shape)
-        state = DeviceState(self.cache, self.last, self.tables, sampler.history, self.features)
+        state = DeviceState(self.cache, self.last, self.tables, sampler.history, self.followed)
         out, state = step(self.params, state, flat, asked)
-        self.cache, self.last, self.tables, sampler.history, self.features = state
+        self.cache, self.last, self.tables, sampler.history, self.followed = state
         return out
 
     def _prompts(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are donated
-        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat, self.features)
-        self.cache, self.tables, self.features = state
+        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat, self.followed)
+        self.cache, self.tables, self.followed = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
         return out._replace(hidden=hidden)
 

@@ -359,5 +359,7 @@ class Sampler:
 
 
 def _position(row: PlanRow) -> int:
-    """Return the position of the first token that a row samples."""
+    """Return the position of the first token that a row samples; the least possible if only the device knows it."""
+    if row.ahead:
+        return len(row.seq.tokens) + row.seq.pending - 1
     return row.start + row.count - len(row.drafts)

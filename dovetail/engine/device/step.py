@@ -17,7 +17,7 @@ from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Paged, Params
 from dovetail.engine.device.batch import Shape, StepArrays, sample_inputs, unpack
-from dovetail.engine.device.following import Features, follow, propose
+from dovetail.engine.device.following import Followed, follow, propose
 from dovetail.engine.request.params import MAX_LOGPROBS
 from dovetail.engine.schedule.plan import REJECTED, UNKNOWN
 from dovetail.models.config import ModelConfig
@@ -35,7 +35,7 @@ class DeviceState(NamedTuple):
     last: jax.Array  # [slots + 1] the last token that each slot sampled; the last slot is padding's
     tables: jax.Array  # [slots + 1, M] each slot's pages
     history: jax.Array  # [slots, V]: see ops.sample.count_tokens
-    features: Features | None = None  # of a draft model
+    followed: Followed | None = None  # by a draft model
 
 
 class StepOutput(NamedTuple):
@@ -94,7 +94,7 @@ def run_decode(
     last = state.last.at[batch.slots].set(known)
     params = choose(params, batch.adapters)
 
-    def one(i, cache, last, history, features):
+    def one(i, cache, last, history, followed):
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
@@ -106,16 +106,16 @@ def run_decode(
             if draft is not None:
                 assert cache is not None
                 newest = jnp.arange(shape.rows)
-                cache, features = follow(
-                    draft, params, cfg, tokens, seen, ctx, cache, features, batch.slots, newest
+                cache, followed = follow(
+                    draft, params, cfg, tokens, seen, ctx, cache, followed, batch.slots, newest
                 )  # fmt: skip
         inputs = advance(sample_inputs(batch.numbers, asked), i)
         out, last, history = _sample(logits, batch.slots, inputs, last, history, platform, placement)
-        return out, (cache, last, history, features)
+        return out, (cache, last, history, followed)
 
-    carry = state.cache, last, state.history, state.features
-    out, (cache, last, history, features) = _repeat(one, carry, shape.steps)
-    return StepOutput(*out), DeviceState(cache, last, tables, history, features)
+    carry = state.cache, last, state.history, state.followed
+    out, (cache, last, history, followed) = _repeat(one, carry, shape.steps)
+    return StepOutput(*out), DeviceState(cache, last, tables, history, followed)
 
 
 def _taps(draft: DraftModel | None) -> tuple[int, ...]:
@@ -159,24 +159,26 @@ def run_verify(
     in its place, so that the output is the one without draft tokens. The arguments are those of `run_decode`; the mask
     of `asked` is [1 + drafts, S, W].
 
-    A draft token that is UNKNOWN is proposed here by the draft model.
+    A draft token that is UNKNOWN is proposed here by the draft model. A row whose length is not known to the host goes
+    on from the last token that its slot kept.
 
     Returns:
         The output with tokens and log-probabilities of [1 + drafts, S]; tokens after a rejected draft token are
         REJECTED, and their log-probabilities meaningless.
     """
-    batch = unpack(flat, shape)
+    batch, inputs = _known(unpack(flat, shape), state, asked)
     tables = _with_new_pages(state.tables, batch)
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
     row, positions, _ = token_rows(ctx, shape.tokens)
     params = choose(params, batch.adapters[row])
-    inputs, tokens, cache = sample_inputs(batch.numbers, asked), batch.tokens, state.cache
+    tokens, cache = batch.tokens, state.cache
     with compute.products(platform):
         if draft is not None:
-            first = replace(inputs, mask=inputs.mask[0])
+            assert state.followed is not None
+            first, inputs_at = tokens[batch.cu_q_lens[:-1]], replace(inputs, mask=inputs.mask[0])
             proposed, cache = propose(
-                draft, params, cfg, tokens[batch.cu_q_lens[:-1]], ctx, cache, state.features, batch.slots, first,
-                state.history, shape.drafts,
+                draft, params, cfg, first, ctx, cache, state.followed, batch.slots, inputs_at, state.history,
+                shape.drafts,
             )  # fmt: skip
             offset = jnp.clip(jnp.arange(shape.tokens) - batch.cu_q_lens[row] - 1, 0, shape.drafts - 1)
             tokens = jnp.where(tokens == UNKNOWN, proposed[offset, row], tokens)
@@ -197,13 +199,28 @@ def run_verify(
     history = constrain(count_tokens(state.history, slots, found), placement, None, "vocab")
     newest = kept.sum(axis=0)[None] - 1
     last = state.last.at[batch.slots].set(jnp.take_along_axis(found, newest, axis=0)[0])
-    features = state.features
+    followed = state.followed
     if draft is not None:
         with compute.products(platform):
+            assert followed is not None
             end = jnp.take_along_axis(at, newest, axis=0)[0]
-            cache, features = follow(draft, params, cfg, tokens, seen, ctx, cache, features, batch.slots, end)
+            cache, followed = follow(draft, params, cfg, tokens, seen, ctx, cache, followed, batch.slots, end)
     output = StepOutput(jnp.where(kept == 1, found, REJECTED), scores)
-    return output, DeviceState(cache, last, tables, history, features)
+    return output, DeviceState(cache, last, tables, history, followed)
+
+
+def _known(batch: StepArrays, state: DeviceState, asked: dict[str, jax.Array]) -> tuple[StepArrays, SampleInputs]:
+    """Return the vector of a verify step and the sampling parameters, with what only the device knows."""
+    inputs, starts = sample_inputs(batch.numbers, asked), batch.cu_q_lens[:-1]
+    newest = jnp.where(batch.tokens[starts] == UNKNOWN, state.last[batch.slots], batch.tokens[starts])
+    real = jnp.where(jnp.arange(starts.shape[0]) < batch.num_seqs[0], starts, batch.tokens.shape[0])
+    batch = replace(batch, tokens=batch.tokens.at[real].set(newest, mode="drop"))
+    if state.followed is None:
+        return batch, inputs
+    newest_at = state.followed.position[batch.slots] + 1
+    ahead = batch.kv_lens < 0
+    batch = replace(batch, kv_lens=jnp.where(ahead, newest_at - batch.kv_lens, batch.kv_lens))
+    return batch, replace(inputs, position=jnp.where(ahead, newest_at + 1, inputs.position))
 
 
 def _each_position(inputs: SampleInputs, history: jax.Array, drafts: jax.Array) -> tuple[SampleInputs, jax.Array]:
@@ -222,14 +239,14 @@ def _each_position(inputs: SampleInputs, history: jax.Array, drafts: jax.Array) 
     return SampleInputs(**{name: x.reshape(-1, *x.shape[2:]) for name, x in wide.items()}), table.reshape(-1, V)
 
 
-@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables", "features"))
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables", "followed"))
 def run_prompts(
     params: Params,
     cache: Cache,
     tables: jax.Array,
     last: jax.Array,
     flat: jax.Array,
-    features: Features | None,
+    followed: Followed | None,
     *,
     cfg: ModelConfig,
     shape: Shape,
@@ -237,14 +254,14 @@ def run_prompts(
     draft: DraftModel | None = None,
     platform: str | None = None,
     placement: Placement | None = None,
-) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array, Features | None]]:
+) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array, Followed | None]]:
     """Run a step over a ragged batch up to its logits; the arguments are those of `run_decode`.
 
     Sampling is a program of its own (`run_sampler`), compiled once per number of rows instead of also per number of
     tokens.
 
     Returns:
-        ((the sampler's inputs, the hidden states), (cache, tables, features)).
+        ((the sampler's inputs, the hidden states), (cache, tables, followed)).
     """
     batch = unpack(flat, shape)
     tables = _with_new_pages(tables, batch)
@@ -260,15 +277,15 @@ def run_prompts(
         hidden, new_cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, wanted, _taps(draft))
         logits = unembed(params, cfg, hidden[ends] if every else hidden)
         if draft is not None:
-            assert new_cache is not None
-            new_cache, features = follow(
-                draft, params, cfg, tokens, seen, ctx, new_cache, features, batch.slots, ends
+            assert new_cache is not None and followed is not None
+            new_cache, followed = follow(
+                draft, params, cfg, tokens, seen, ctx, new_cache, followed, batch.slots, ends
             )  # fmt: skip
         # keep the vocabulary split first: with a replicated result XLA gathers the weights instead of the logits
         logits = constrain(logits, placement, None, "vocab")
     slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
     left = [constrain(x, placement, None, *(None,) * (x.ndim - 1)) for x in (logits, slots, batch.numbers)]
-    return (Unsampled(*left), hidden if shape.keeps_hidden else None), (new_cache, tables, features)
+    return (Unsampled(*left), hidden if shape.keeps_hidden else None), (new_cache, tables, followed)
 
 
 @functools.partial(jax.jit, static_argnames=("platform", "placement"), donate_argnames=("last", "history"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dovetail.core.errors import RequestError
+from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob
 from dovetail.engine.request.params import renamed_attribute
 from dovetail.engine.request.sequence import Adapter, Sequence, Status, Times
@@ -30,6 +31,7 @@ class CompletionOutput:
     weights_version: int = 0  # version of the weights that sampled the last token
     weights_versions: tuple[tuple[int, int], ...] = ()  # (index of the first token, version) for each version used
     times: Times | None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # None: no draft token was verified
 
     @property
     def token_logprobs(self) -> np.ndarray | None:
@@ -79,6 +81,7 @@ class OutputDelta(NamedTuple):
     stop_reason: int | str | None = None  # the stop token id or stop string
     error: str | None = None  # why the engine ended the sequence, such as a grammar that allows no further token
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the request's last delta, if requested
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # of all tokens so far; None: no draft token was verified
 
     @property
     def finished(self) -> bool:
@@ -142,9 +145,17 @@ def delta_of(seq: Sequence, tokens: list[int], now: float, scores: Scores | None
     parts = None if seq.scores is None else [] if scores is None else [scores]
     gained = seq.request.id, seq.index, tokens, text, seq.times, seq.cached_tokens, seq.version or 0, parts
     if not done:
-        return OutputDelta(*gained)
+        return OutputDelta(*gained, spec_decode_metrics=spec_decode_metrics(seq))
     seq.times.finished = now
-    return OutputDelta(*gained, seq.finish_reason, seq.stop_reason, seq.error)
+    end = seq.finish_reason, seq.stop_reason, seq.error
+    return OutputDelta(*gained, *end, spec_decode_metrics=spec_decode_metrics(seq))
+
+
+def spec_decode_metrics(seq: Sequence) -> SpecDecodeMetrics | None:
+    """Return the counters of a sequence's verify steps; None if no draft token was verified."""
+    if not seq.num_draft_tokens:
+        return None
+    return SpecDecodeMetrics(tuple(seq.acceptance_histogram), seq.num_draft_tokens)
 
 
 def completion_of(seq: Sequence, version: int) -> CompletionOutput:
@@ -160,6 +171,7 @@ def completion_of(seq: Sequence, version: int) -> CompletionOutput:
         weights_version=version if seq.version is None else seq.version,
         weights_versions=tuple(seq.versions),
         times=seq.times,
+        spec_decode_metrics=spec_decode_metrics(seq),
     )
 
 

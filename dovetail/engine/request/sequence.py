@@ -144,10 +144,9 @@ class Sequence:
     sampling: SamplingState | None = None
     single_step: bool = False  # the host must see each token before the next one is sampled (a grammar)
     draft_state: object = None  # of the drafter, which extends it as tokens come
-    verifying: bool = False  # a step with draft tokens is in flight: how many tokens it gains is not known yet
-    num_drafts: int = 0  # verify steps, the draft tokens in them, and those that were accepted
+    verifying: int = 0  # steps with draft tokens in flight: how many tokens they gain is not known yet
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # at j: verify steps that accepted j draft tokens
     by_token: bool = False  # more than EOS and length can stop it, so each token is checked (see Stops)
     error: str | None = None  # why the engine ended it, such as a grammar that allows no further token
     limit: int = 0  # most tokens including the prompt; set by the scheduler
@@ -180,6 +179,13 @@ class Sequence:
     def output(self) -> list[int]:
         """Return the known tokens after the prompt."""
         return self.tokens[self.prompt_len :]
+
+    def count_drafts(self, proposed: int, accepted: int) -> None:
+        """Count a verify step with `proposed` draft tokens of this sequence."""
+        found = self.acceptance_histogram
+        found += [0] * (accepted + 1 - len(found))
+        found[accepted] += 1
+        self.num_draft_tokens += proposed
 
 
 End = tuple[str, int | str | None]  # (finish_reason, stop_reason)

@@ -19,7 +19,9 @@ class PlanRow:
 
     With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
     step of a plan with several). With `drafts`, the newest token is followed by these draft tokens, and the step
-    samples after each of them; a draft model proposes those that are UNKNOWN.
+    samples after each of them; a draft model proposes those that are UNKNOWN. With `ahead`, `start` is the last that
+    is possible: the step before, which has draft tokens too, is in flight, and only the device knows how many tokens it
+    gains.
     """
 
     seq: Sequence
@@ -27,6 +29,7 @@ class PlanRow:
     count: int
     samples: bool
     drafts: tuple[int, ...] = ()
+    ahead: bool = False
 
 
 @dataclass
@@ -36,7 +39,7 @@ class StepPlan:
     rows: list[PlanRow]
     steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
-    speculates: bool = False  # draft tokens were requested for it: the next step waits for its tokens
+    requested: int = 0  # draft tokens per row that were requested for it
 
     @functools.cached_property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.request.sequence import Sequence, Status, Stops
 from dovetail.engine.schedule.blocks import BlockPool
-from dovetail.engine.schedule.plan import REJECTED, Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import REJECTED, UNKNOWN, Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
 
 _RANK = attrgetter("rank")
 _FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is slow in a loop over rows
@@ -174,7 +174,8 @@ class Scheduler:
             prompts_first: Whether a step that prompts alone can fill has only prompts: more tokens per second, but
                 decoding waits.
             limits: The most that the step may have; by default the config's.
-            drafts: Draft tokens of sequences that decode, for a step in which no sequence has a prompt to compute.
+            drafts: Draft tokens of sequences that decode, for a step in which no sequence has a prompt to compute. If
+                they are UNKNOWN, the step before may be in flight.
 
         Returns:
             The plan, or None if nothing can be computed before a commit or there is no work.
@@ -236,9 +237,9 @@ class Scheduler:
             length = known + pending
             if length >= seq.limit:
                 continue  # its last tokens are being computed; commit will end it
-            if pending and (seq.single_step or seq.verifying):
+            if pending and (seq.single_step or seq.verifying) and not self._may_run_ahead(seq, drafts):
                 continue  # the host must see a token before the next is sampled (a grammar, draft tokens)
-            count, drafted = length - start, ()
+            count, drafted = 1 if seq.verifying else length - start, ()
             if count > 1:  # a prompt leaves a token each for the sequences behind it, so that they keep decoding
                 if not prompts:
                     stalled = True
@@ -256,16 +257,22 @@ class Scheduler:
             if end > len(seq.pages) * size and not self._grow(seq, end):
                 stalled = True
                 continue
-            rows.append(PlanRow(seq, start, count, end >= length, drafted))
+            rows.append(PlanRow(seq, start, count, end >= length, drafted, ahead=seq.verifying > 0))
             seq.computed = end
             if end >= length:
                 seq.pending = pending + 1
             if drafted:
-                seq.verifying = True
+                seq.verifying += 1
             if start < known:  # then all but draft tokens are known: only the newest token can be pending
                 self._register(seq, start, min(end, length))
             budget -= count
         return StepLimits(budget, most - len(rows), prompts), stalled
+
+    @staticmethod
+    def _may_run_ahead(seq: Sequence, drafts: Drafts | None) -> bool:
+        """Return whether a draft model may go on from tokens of a step in flight, however many of them are accepted."""
+        drafted = drafts.get(seq, ()) if drafts else ()
+        return drafted[:1] == (UNKNOWN,) and seq.computed + len(drafted) + 2 <= seq.limit
 
     def _register(self, seq: Sequence, before: int, after: int) -> None:
         """Register pages that filled when the known and computed tokens grew from `before` to `after`.
@@ -316,7 +323,7 @@ class Scheduler:
         for row in plan.rows:
             if row.samples and row.seq.status is not Status.FINISHED:
                 row.seq.pending -= plan.steps
-                row.seq.verifying = False
+                row.seq.verifying -= bool(row.drafts)
         self.preempt_all()
         self.reset_prefix_cache()
 
@@ -452,13 +459,11 @@ class Scheduler:
         Their keys and values are overwritten by the next step, whose tokens start at the first rejected position.
         """
         seq, tokens = row.seq, [token for token in tokens if token != REJECTED]
-        seq.verifying = False
-        if seq.computed:  # not preempted meanwhile
-            seq.computed = row.start + len(tokens)
+        if seq.computed:  # not preempted since
+            seq.computed -= row.count - len(tokens)
         if row.drafts:
-            seq.num_drafts += 1
-            seq.num_draft_tokens += len(row.drafts)
-            seq.num_accepted_tokens += len(tokens) - 1
+            seq.verifying -= 1
+            seq.count_drafts(len(row.drafts), len(tokens) - 1)
         return tokens
 
     # --- state --------------------------------------------------------------------------------------------------------

@@ -49,9 +49,10 @@ class Pace:
             The step's seconds, if it was measured.
         """
         now, seconds = time.perf_counter(), None
-        if self._last_fetch and others and not plan.num_drafts:
+        if self._last_fetch and others:
             seconds = now - self._last_fetch
-            self.learn(plan, padded, seconds)
+            if not plan.num_drafts:
+                self.learn(plan, padded, seconds)
         self._last_fetch = now if others else 0.0  # an idle time is not a step's time
         return seconds
 

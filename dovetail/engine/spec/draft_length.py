@@ -24,6 +24,7 @@ class _Rows:
     """Hold the measurements of steps with one number of rows."""
 
     seconds: dict[int, float] = field(default_factory=dict)  # of a step, by its draft tokens; 0: a decode step
+    run: set[int] = field(default_factory=set)  # the draft tokens of verify steps that have run
     measured: int = 0  # decode steps
     since: int = 0  # decode steps since the last verify step
     probes: int = 0  # verify steps that are left of a trial
@@ -39,6 +40,7 @@ class DraftLength:
     def __init__(self, choices: tuple[int, ...]):
         self.choices = choices
         self.survival = [PRIOR**k for k in range(1, choices[-1] + 1)]  # P(the first k drafts are accepted)
+        self.saved_seconds = 0.0  # estimate: decode steps for the same tokens would have taken so much longer
         self._rows: dict[int, _Rows] = {}
 
     def tokens(self, drafts: int) -> float:
@@ -66,8 +68,15 @@ class DraftLength:
         return self.tokens(drafts) * plain / known.seconds.get(drafts, plain)
 
     def measured(self, rows: int, drafts: int, seconds: float, steps: int = 1) -> None:
-        """Add a measured step, or `steps` decode steps of one dispatch."""
+        """Add a measured step, or `steps` decode steps of one dispatch.
+
+        The first verify step of a program is not counted: it includes setting up, and a time that is too long would
+        turn speculation off before it could be measured again.
+        """
         known, each = self._rows.setdefault(rows, _Rows()), seconds / steps
+        if drafts and drafts not in known.run:
+            known.run.add(drafts)
+            return
         before = known.seconds.get(drafts, each)
         known.seconds[drafts] = before + SHARE * (each - before)
         if drafts:
@@ -79,6 +88,16 @@ class DraftLength:
 
     def verified(self, accepted: Iterable[int], drafts: int) -> None:
         """Add the accepted draft tokens of each row of a step for which `drafts` were requested."""
-        for count in accepted:
+        counts = list(accepted)
+        for count in counts:
             for k in range(drafts):
                 self.survival[k] += ROW_SHARE * ((count > k) - self.survival[k])
+        self._save(counts, drafts)
+
+    def _save(self, counts: list[int], drafts: int) -> None:
+        """Add to `saved_seconds` what a verify step saved, by the average times of steps with as many rows."""
+        rows = min((rows for rows in self._rows if rows >= len(counts)), default=0)
+        seconds = self._rows[rows].seconds if rows else {}
+        if counts and 0 in seconds and drafts in seconds:
+            steps = 1 + sum(counts) / len(counts)  # decode steps for the same tokens
+            self.saved_seconds += steps * seconds[0] - seconds[drafts]

@@ -21,31 +21,50 @@ class Speculator:
     def __init__(self, drafter: Drafter, length: DraftLength):
         self.drafter, self.length = drafter, length
         self.counts = SpeculationCounts(accepted_per_pos=[0] * length.choices[-1])
-        self._requested = 0  # draft tokens per row that were requested for the step in flight
-        self._since = 0.0  # when the step in flight was planned
+        self._since = 0.0  # when the last step was planned
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Return whether a step can be planned before the tokens of the last one are known."""
+        return isinstance(self.drafter, DeviceDrafter)
 
     def propose(self, running: Iterable[Sequence], most: int) -> Drafts:
-        """Return draft tokens for the sequences, all of whose tokens are known; up to `most` each."""
-        self._requested, self._since = most, time.perf_counter()
+        """Return up to `most` draft tokens for each of the sequences.
+
+        All their tokens are known, unless `runs_ahead`.
+        """
+        self._since = time.perf_counter()
         found = {}
         for seq in running:
-            room = min(most, seq.limit - len(seq.tokens) - 1)  # the last token of a sequence is sampled, never fed
+            room = min(most, seq.limit - seq.length - 1)  # the last token of a sequence is sampled, never fed
             if room > 0 and seq.request.params.speculation and (drafts := self.drafter.propose(seq, room)):
                 found[seq] = drafts
         return found
 
-    def committed(self, plan: StepPlan, rows: int, gained: dict[Sequence, int], measured: bool) -> None:
-        """Count what a step that speculated gained; `measured`: its time counts, nothing else was waited for."""
-        if measured:
-            self.length.measured(rows, self._requested, time.perf_counter() - self._since)
-        accepted = [gained.get(row.seq, 1) - 1 for row in plan.rows]
-        self.length.verified(accepted, self._requested)
+    def committed(
+        self, plan: StepPlan, rows: int, gained: dict[Sequence, int], seconds: float | None, quiet: bool
+    ) -> None:
+        """Count what a step that speculated gained.
+
+        Args:
+            plan: The step's plan.
+            rows: The rows that it was padded to.
+            gained: The number of tokens that each sequence gained.
+            seconds: How long the step took, if another one was in flight.
+            quiet: Whether nothing else was waited for, so that the time since it was planned is its own.
+        """
+        if not self.runs_ahead:
+            seconds = time.perf_counter() - self._since if quiet else None
+        if seconds is not None:
+            self.length.measured(rows, plan.requested, seconds)
+        found = [(row, gained[row.seq] - 1) for row in plan.rows if row.seq in gained]  # others have ended before
+        self.length.verified([accepted for _, accepted in found], plan.requested)
         counts = self.counts
-        for row, count in zip(plan.rows, accepted, strict=True):
+        for row, accepted in found:
             counts.drafts += bool(row.drafts)
             counts.draft_tokens += len(row.drafts)
-            counts.accepted_tokens += count
-            for position in range(count):
+            counts.accepted_tokens += accepted
+            for position in range(accepted):
                 counts.accepted_per_pos[position] += 1
 
     def finish(self, sequences: Iterable[Sequence]) -> None:

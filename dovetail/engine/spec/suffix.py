@@ -107,6 +107,7 @@ class SuffixDrafter:
     def __init__(self, depth: int = 24, cached: int = 10_000, factor: float = 1.0, least: float = 0.1):
         self._depth, self._cached, self._factor, self._least = depth, cached, factor, least
         self._past, self._outputs = SuffixTrie(depth), deque[list[int]]()
+        self._fresh = 0  # past outputs since the last `refresh`
         self._requests: dict[str, tuple[SuffixTrie, set[int]]] = {}  # trie, and the sequences that use it
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
@@ -149,5 +150,15 @@ class SuffixDrafter:
             for token in seq.output:
                 ends = self._past.extend(ends, token)
             self._outputs.append(seq.output)
-            if len(self._outputs) > self._cached:
-                self._past.remove(self._outputs.popleft())
+            self._fresh = min(self._fresh + 1, self._cached)
+            self._keep(self._cached)
+
+    def refresh(self) -> None:
+        """Drop the past outputs from before the last refresh: the model that sampled them has changed since."""
+        self._keep(self._fresh)
+        self._fresh = 0
+
+    def _keep(self, count: int) -> None:
+        """Drop all but the newest past outputs."""
+        while len(self._outputs) > count:
+            self._past.remove(self._outputs.popleft())

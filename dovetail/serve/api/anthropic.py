@@ -286,7 +286,7 @@ def _failed(error: ApiError) -> bytes:
 class _MessageAnswer:
     def __init__(self, service: Service, request: PromptRequest):
         self._service, self._request = service, request
-        self._usage = TokenUsage([request])
+        self._usage = TokenUsage([request], service.config)
         self._called = False
 
     async def whole(self) -> dict[str, Any]:
@@ -305,7 +305,8 @@ class _MessageAnswer:
             block = {"type": "tool_use", "id": _anthropic_id(call.id), "name": call.name}
             content.append({**block, "input": _input(call.arguments)})
         self._called = bool(parsed.calls)
-        return {**self._head(), "content": content, **self._end(deltas[-1]), "usage": self._usage.anthropic()}
+        usage = {"usage": self._usage.anthropic(), **self._usage.metrics()}
+        return {**self._head(), "content": content, **self._end(deltas[-1]), **usage}
 
     async def events(self) -> AsyncGenerator[bytes]:
         blocks, last = _Blocks(), None
@@ -318,9 +319,10 @@ class _MessageAnswer:
                 last = delta
                 yield b"".join(event(data, data["type"]) for data in out)
         assert last is not None
+        usage = {"usage": self._usage.anthropic(), **self._usage.metrics()}
         ends = [
             *blocks.close(),
-            {"type": "message_delta", "delta": self._end(last), "usage": self._usage.anthropic()},
+            {"type": "message_delta", "delta": self._end(last), **usage},
             {"type": "message_stop"},
         ]
         yield b"".join(event(data, data["type"]) for data in ends)

@@ -263,7 +263,7 @@ def routes(service: Service) -> APIRouter:
 class _ChatAnswer:
     def __init__(self, service: Service, body: ChatRequest, request: PromptRequest):
         self._service, self._body, self._request = service, body, request
-        self._usage = TokenUsage([request])
+        self._usage = TokenUsage([request], service.config)
         name = service.name_of(request.adapter)
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
@@ -283,7 +283,7 @@ class _ChatAnswer:
                     called.add(delta.index)
                 yield out + self._chunks_of(delta, delta.index in called)
         if self._body.with_usage:
-            yield event({**self._base(), "choices": [], "usage": self._usage.openai()})
+            yield event({**self._base(), "choices": [], "usage": self._usage.openai(), **self._usage.metrics()})
         yield DONE
 
     def _chunks_of(self, delta: AnswerDelta, called: bool) -> bytes:
@@ -340,6 +340,7 @@ class _ChatAnswer:
             "object": "chat.completion",
             "choices": [self._choice(index, of) for index, of in enumerate(deltas)],
             "usage": self._usage.openai(),
+            **self._usage.metrics(),
         }
         scored = next((d.prompt_logprobs for of in deltas for d in of if d.prompt_logprobs is not None), None)
         if scored is not None:

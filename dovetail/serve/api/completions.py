@@ -111,7 +111,7 @@ class _Choice:
 class _CompletionAnswer:
     def __init__(self, service: Service, body: CompletionRequest, requests: list[PromptRequest]):
         self._service, self._body, self._requests = service, body, requests
-        self._usage = TokenUsage(requests)
+        self._usage = TokenUsage(requests, service.config)
         self._choices = [_Choice(request) for request in requests for _ in range(body.n)]
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
@@ -142,14 +142,14 @@ class _CompletionAnswer:
             async for choice, delta in self._deltas():
                 yield event({**self._head, "choices": [self._shown(choice, [delta])]} | usage)
         if self._body.with_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage.openai()})
+            yield event({**self._head, "choices": [], "usage": self._usage.openai(), **self._usage.metrics()})
         yield DONE
 
     async def whole(self) -> dict[str, Any]:
         async for choice, delta in self._deltas():
             choice.deltas.append(delta)
         choices = [self._shown(choice, choice.deltas) for choice in self._choices]
-        return {**self._head, "choices": choices, "usage": self._usage.openai()}
+        return {**self._head, "choices": choices, "usage": self._usage.openai(), **self._usage.metrics()}
 
     def _shown(self, choice: _Choice, deltas: list[AnswerDelta]) -> dict[str, Any]:
         """Return the JSON of what these deltas add to a choice."""

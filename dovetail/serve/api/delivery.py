@@ -14,7 +14,9 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.io.tool_formats.events import Content, Reasoning
+from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import ApiError, as_api_error
 from dovetail.serve.talk.answer import AnswerDelta, PromptRequest
 
@@ -108,7 +110,9 @@ async def _disconnect(receive: Receive) -> None:
 class TokenUsage:
     """Count the tokens of an answer as its deltas arrive."""
 
-    def __init__(self, requests: list[PromptRequest]):
+    def __init__(self, requests: list[PromptRequest], config: ServerConfig):
+        self._shows_drafts = config.per_request_spec_decode_metrics != "none"
+        self._drafts: dict[tuple[int, int], SpecDecodeMetrics] = {}  # by prompt and index of the answer
         self._prompt = sum(len(request.prompt) for request in requests)
         self._completion = self._reasoning = 0
         self._cached = [0] * len(requests)
@@ -117,9 +121,18 @@ class TokenUsage:
         """Add a delta of the answer to the prompt with the index `prompt`."""
         self._completion += len(delta.tokens)
         self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)  # n answers share one prompt
+        if delta.spec_decode_metrics is not None:
+            self._drafts[prompt, delta.index] = delta.spec_decode_metrics
         kinds = {type(event) for event in delta.events}
         if Reasoning in kinds and Content not in kinds:
             self._reasoning += len(delta.tokens)  # exact to one delta: tokens are counted when their text appears
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the field `metrics` of all answers together; no field if it is off or no draft token was verified."""
+        if not (self._shows_drafts and self._drafts):
+            return {}
+        total = sum(self._drafts.values(), SpecDecodeMetrics())
+        return {"metrics": {"speculative_decoding": total.shown()}}
 
     def openai(self) -> dict[str, Any]:
         """Return the usage as OpenAI's chat and completions routes show it."""

@@ -271,7 +271,7 @@ def routes(service: Service) -> APIRouter:
 class _ResponseAnswer:
     def __init__(self, service: Service, body: ResponsesRequest, request: PromptRequest):
         self._service, self._body, self._request = service, body, request
-        self._usage = TokenUsage([request])
+        self._usage = TokenUsage([request], service.config)
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._output = _Output()
         self._number = -1  # of the last event
@@ -335,6 +335,7 @@ class _ResponseAnswer:
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or ()], "truncation": "disabled", "user": body.user,
             "usage": self._usage.responses() if ended else None,
+            **(self._usage.metrics() if ended else {}),
         }  # fmt: skip
 
 

@@ -442,6 +442,7 @@ def _delta(update: OutputDelta) -> Delta:
         [Logprob(*entry) for entry in update.logprobs] if update.logprobs is not None else None,
         cached_tokens=update.num_cached_tokens,
         weights_version=update.weights_version,
+        spec_decode_metrics=update.spec_decode_metrics,
     )
     if update.finished:
         delta.finished, delta.finish_reason, delta.stop_reason = True, update.finish_reason, update.stop_reason

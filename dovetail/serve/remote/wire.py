@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from dovetail.core import errors
 from dovetail.core.errors import RequestError, UserError, as_user_error
+from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 
@@ -164,6 +165,7 @@ class Delta(Struct, array_like=True, gc=False):
     prompt_logprobs: list[Logprob | None] | None = None  # on the request's last delta, if requested
     weights_version: int = 0
     error: str | None = None  # why the engine ended it, such as a grammar that cannot continue
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # of all tokens so far; None: no draft token was verified
 
     def then(self, later: Delta) -> Delta:
         """Join this delta with a later one, for a reader slower than the engine. Neither may be used afterwards."""
@@ -178,6 +180,7 @@ class Delta(Struct, array_like=True, gc=False):
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         first = Delta(self.id, self.index, self.tokens[:count], self.times, logprobs, cached_tokens=self.cached_tokens)
         first.weights_version, self.tokens = self.weights_version, self.tokens[count:]
+        first.spec_decode_metrics = self.spec_decode_metrics
         self.logprobs = None if self.logprobs is None else self.logprobs[count:]
         return first
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.core.errors import UserError
+from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.text import OutputText
 from dovetail.io.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ class AnswerDelta:
     stop_reason: int | str | None = None
     prompt_logprobs: Sequence[Logprob | None] | None = None  # on the request's last delta
     cached_tokens: int = 0
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # of all tokens so far; None: no draft token was verified
 
 
 class AnswerReader:
@@ -85,7 +87,7 @@ class AnswerReader:
         stop_reason = stop if stop is not None else delta.stop_reason
         return AnswerDelta(
             delta.index, events, delta.tokens[:taken], logprobs, reason, stop_reason if finished else None,
-            delta.prompt_logprobs, delta.cached_tokens,
+            delta.prompt_logprobs, delta.cached_tokens, delta.spec_decode_metrics,
         )  # fmt: skip
 
     def _push(self, delta: Delta) -> tuple[str | None, int]:

@@ -325,6 +325,10 @@ _NAMES = {
     "entropy": Name("entropy", "Entropy of the next token, in nats. Near 0 all answers to a prompt are the same."),
     "completion_length": Name("tokens per completion", "Mean over the completions of the rollout."),
     "accepted_length": Name("tokens per verify step", "With draft tokens: tokens that a sequence gains per step."),
+    "seconds_saved": Name(
+        "seconds saved by draft tokens",
+        "Estimate per rollout: decode steps for the same tokens, by their measured time, minus the verify steps.",
+    ),
     "answers": Name(
         "share of the answers", "Cut off: they reached max_completion_length. Without a reward: every reward failed."
     ),

@@ -46,7 +46,7 @@ class Rollout:
     seconds: dict[str, float] = field(default_factory=dict)  # rollout, reward, sync
     draws: int = 1
     is_recalled: bool = False  # whether all of it was in the journal
-    accepted_length: float | None = None  # tokens per sequence and verify step, with speculative decoding
+    speculation: dict[str, float] = field(default_factory=dict)  # its metrics, if draft tokens were verified
 
     @property
     def episodes(self) -> list[Episode]:
@@ -165,8 +165,9 @@ class Rollouts:
         """Sample and reward a rollout with the published weights, or read it from the journal."""
         before = self._parts.sampler.draft_counts()
         rollout = _RolloutRun(self._parts, number, version, self._read_journal(number)).run()
-        drafts, accepted = np.subtract(self._parts.sampler.draft_counts(), before)
-        rollout.accepted_length = float(1 + accepted / drafts) if drafts else None
+        drafts, accepted, saved = np.subtract(self._parts.sampler.draft_counts(), before)
+        if drafts:
+            rollout.speculation = {"accepted_length": float(1 + accepted / drafts), "seconds_saved": float(saved)}
         return rollout
 
     def _read_journal(self, number: int) -> JournalEntry:
@@ -297,8 +298,8 @@ def _metrics(rollout: Rollout, settings: Rl, is_first: bool) -> dict[str, float]
     for name in names if len(names) > 1 else ():
         values = [value for e in episodes if (value := e.rewards.get(name)) is not None]
         found[f"reward/{name}"] = float(np.mean(values)) if values else float("nan")
-    if rollout.accepted_length is not None:
-        found["accepted_length"] = rollout.accepted_length
+    if is_first:
+        found |= rollout.speculation
     if took := rollout.seconds.get("rollout"):
         found["rollout_tokens_per_second"] = float(lengths.sum()) / took
     return found | {f"{name}_seconds": took if is_first else 0.0 for name, took in rollout.seconds.items()}

@@ -17,6 +17,7 @@ from dovetail.core.chips import usable_bytes
 from dovetail.core.types import Params
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.spec.suffix import SuffixDrafter
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.frozen import dense
 from dovetail.models.serving_lora import slot_values
@@ -34,6 +35,7 @@ class PolicySampler:
     def __init__(self, settings: Rl, ready: Ready, tokenizer: Tokenizer):
         self._settings, self._ready, self.tokenizer = settings, ready, tokenizer
         self._llm: LLM | None = None
+        self._refreshed = 0  # version at which the drafter was last refreshed
 
     @property
     def llm(self) -> LLM:
@@ -62,6 +64,15 @@ class PolicySampler:
         else:
             engine.swap_weights(engine.published(params), version=version)
             engine.wake_up()
+        self._refresh_drafter(version)
+
+    def _refresh_drafter(self, version: int) -> None:
+        """Let the drafter drop the completions of older policies, every `speculation.refresh` updates."""
+        speculator, every = self.llm.engine.speculator, self._settings.speculation.refresh
+        if speculator and every and version - self._refreshed >= every:
+            assert isinstance(speculator.drafter, SuffixDrafter)
+            speculator.drafter.refresh()
+            self._refreshed = version
 
     def sleep(self) -> None:
         """Give the engine's memory to the trainer, if the recipe has `engine.enable_sleep_mode`."""
@@ -81,15 +92,17 @@ class PolicySampler:
         frozen = self._ready.frozen
         return frozen["base"] if self._settings.algo == "gkd" else frozen
 
-    def draft_counts(self) -> tuple[int, int]:
-        """Return the drafts that were verified so far, and the draft tokens that were accepted."""
+    def draft_counts(self) -> tuple[int, int, float]:
+        """Return the drafts verified so far, the draft tokens accepted, and the seconds saved (an estimate)."""
         speculator = self._llm.engine.speculator if self._llm else None
-        return (speculator.counts.drafts, speculator.counts.accepted_tokens) if speculator else (0, 0)
+        if speculator is None:
+            return 0, 0, 0.0
+        return speculator.counts.drafts, speculator.counts.accepted_tokens, speculator.length.saved_seconds
 
     def options(self) -> EngineOptions:
         """Return the options of the engine: the recipe's `engine` section, and what follows from its other keys."""
         settings, cfg, lora = self._settings, self._ready.cfg, self._settings.lora
-        given = {"max_num_seqs": settings.max_num_seqs, **settings.engine.options}
+        given = {"max_num_seqs": settings.max_num_seqs, **settings.engine.options, **settings.speculation.options}
         if not settings.engine.has_own_memory:
             given["kv_cache_memory_bytes"] = kv_cache_bytes(settings, cfg, usable_bytes(jax.devices()[0]))
         return EngineOptions(

@@ -1,8 +1,11 @@
-"""Sections of an RL recipe: sampling, engine, reference, critic and evaluation. The loss is in tune.rl.algorithms."""
+"""Sections of an RL recipe: sampling, engine, speculation, reference, critic and evaluation.
+
+The loss is in tune.rl.algorithms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +17,7 @@ from dovetail.tune.sections import ReferenceSettings
 
 MAX_TOP_K = 20  # the most top log-probabilities that the engine returns for a token: see engine.request.params
 TOOL_CHOICES = ("", "auto", "required")
+SPECULATION_KINDS = ("suffix",)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class RolloutEngine:
         "max_loras": "the engine serves one adapter, the one that is trained",
         "max_lora_rank": "it is lora.r",
         "seed": "every completion has a seed that follows from the recipe's seed",
+        "speculative_config": "set speculation, such as {kind: suffix}",
     }
 
     devices: int = 0  # devices for the engine alone, the last ones; 0: it shares the trainer's first device
@@ -87,7 +92,6 @@ class RolloutEngine:
     enable_prefix_caching: bool = True  # reuse the KV pages of prompts that start with the same tokens
     max_decode_steps: int | None = None  # maximum number of decode steps per dispatch
     block_size: int | None = None  # tokens per KV page
-    speculative_config: Any = None  # draft tokens, such as {method: suffix}: completions of one prompt draft for others
     warm_up: bool | None = None  # compile every step of the engine at the start; default: yes, except on a CPU
 
     def __post_init__(self) -> None:
@@ -109,10 +113,7 @@ class RolloutEngine:
             "kv_cache_memory_bytes",
             param="gpu_memory_utilization",
         )
-        try:
-            EngineOptions(**self.options)
-        except UserError as error:  # in a recipe, a message starts with the key without quotes
-            raise RecipeError(str(error).replace("`", ""), param=error.param) from None
+        _checked(lambda: EngineOptions(**self.options))
 
     @property
     def has_own_memory(self) -> bool:
@@ -124,6 +125,46 @@ class RolloutEngine:
         """Return the engine options that are set here."""
         found = {name: value for name, value in vars(self).items() if name in EngineOptions.__dataclass_fields__}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _checked(make: Callable[[], object]) -> None:
+    """Raise the UserError of engine options as a recipe's: its message starts with the key, without quotes."""
+    try:
+        make()
+    except UserError as error:
+        raise RecipeError(str(error).replace("`", ""), param=error.param) from None
+
+
+@dataclass(frozen=True)
+class RolloutSpeculation:
+    """Configure speculative decoding of rollouts. It changes how fast completions come, never the completions."""
+
+    kind: str = ""  # suffix: draft from the completions of the group and of past rollouts; "": no draft tokens
+    refresh: int = 8  # steps after which the drafter drops the completions of older policies; 0: it keeps them
+    num_speculative_tokens: int = 7  # most draft tokens per completion and verify step
+
+    def __post_init__(self) -> None:
+        require(
+            self.kind != "dspark",
+            "kind must be suffix, got dspark: drafters with weights are not supported in RL yet",
+            param="kind",
+        )
+        one_of("kind", self.kind, ("", *SPECULATION_KINDS))
+        not_negative(self, "refresh")
+        usual = RolloutSpeculation.refresh, RolloutSpeculation.num_speculative_tokens
+        require(
+            bool(self.kind) or (self.refresh, self.num_speculative_tokens) == usual,
+            "kind is required where refresh or num_speculative_tokens is set: set it, such as kind=suffix",
+            param="kind",
+        )
+        if self.kind:
+            _checked(lambda: EngineOptions(**self.options))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the engine option that these settings stand for; none without speculation."""
+        config = {"method": self.kind, "num_speculative_tokens": self.num_speculative_tokens}
+        return {"speculative_config": config} if self.kind else {}
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,16 @@ from dovetail.tune.rl.algorithms import (
     loss_of,
     policy_loss_of,
 )
-from dovetail.tune.rl.sections import Critic, RlEval, RlReference, RolloutEngine, Sampling
+from dovetail.tune.rl.sections import Critic, RlEval, RlReference, RolloutEngine, RolloutSpeculation, Sampling
 from dovetail.tune.sections import Distillation, SampleSettings
 from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning, rows_key, with_teacher
 
 MAX_NUM_SEQS = 512  # the most sequences of an engine's step, if the recipe does not set engine.max_num_seqs
 # Keys that change neither the weights that sample nor how they sample.
-REPORT_KEYS = ("checkpoint", "eval", "health", "log_every", "profile", "show_every")
+REPORT_KEYS = ("checkpoint", "eval", "health", "log_every", "profile", "show_every", "speculation")
 ON_POLICY = Distillation(kind="reverse", alpha=1.0)
 SAMPLING, CRITIC, ENGINE, REFERENCE, EVAL = Sampling(), Critic(), RolloutEngine(), RlReference(), RlEval()
+SPECULATION = RolloutSpeculation()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class Rl(Tuning):
     loss: Loss = DEFAULT_LOSS
     critic: Critic = CRITIC
     engine: RolloutEngine = ENGINE
+    speculation: RolloutSpeculation = SPECULATION
     reference: RlReference = REFERENCE
     eval: RlEval = EVAL
     teacher: str = ""  # gkd and reverse_kl: the model to learn from, a folder or a name

@@ -41,6 +41,14 @@ SCENARIOS = {
             "max_completion_length": 6, "updates": 2, "num_iterations": 2, "accumulate": 2,
         },
     ),
+    # a kill within a rollout loses the drafter's past outputs; the next process drafts from other ones
+    "speculation": Scenario(
+        4, (("rollout", 2), ("rollout", 3), ("sync", 4)),
+        {
+            "checkpoint": {"every": 2}, "prompts": 2, "num_generations": 4, "max_completion_length": 16,
+            "speculation": {"kind": "suffix", "num_speculative_tokens": 3, "refresh": 1},
+        },
+    ),
 }  # fmt: skip
 
 
@@ -81,12 +89,27 @@ def prepare(where: str, step: int) -> None:
             die_in(PolicySampler, "publish", lambda self, params, version: version == step - 1)
 
 
+def always_speculate() -> None:
+    """Speculate at every step, and wait for the compiler, so that it does not depend on the machine's speed."""
+    from dovetail.engine.device.runner import Runner
+    from dovetail.engine.spec.draft_length import DraftLength
+
+    def ready(self: Any, rows: int, drafts: int) -> bool:
+        self.steps.all([self.buckets.verify(rows, drafts)])
+        return True
+
+    Runner.drafts_ready = ready  # type: ignore[method-assign]
+    DraftLength.choose = lambda self, rows: self.choices[-1]  # type: ignore[method-assign]
+
+
 def train(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:
     from tune.rl.small_runs import run
     from tune.small_models import model_folder
 
     if kill:
         prepare(*kill)
+    if "speculation" in scenario.recipe:
+        always_speculate()
     model_folder(place, num_hidden_layers=1)
     sys.exit(run(place, name=name, steps=scenario.steps, **scenario.recipe).code)
 
