@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from dovetail.engine.llm import LLM
@@ -158,6 +159,16 @@ def shape(args) -> None:
                 )
 
 
+def step_ms(llm: LLM, prompts, params) -> float:
+    """Return the time of a step without the prompts', which a run for one token measures."""
+    counted = [llm.engine.stats().steps]
+    first, _ = timed(llm, prompts, replace(params, max_tokens=1))
+    counted.append(llm.engine.stats().steps)
+    whole, _ = timed(llm, prompts, params)
+    counted.append(llm.engine.stats().steps)
+    return 1e3 * (whole - first) / (counted[2] - 2 * counted[1] + counted[0])
+
+
 def draft(args) -> None:
     """Time a step without draft tokens, with some that the host knows, and with some of each draft model.
 
@@ -176,8 +187,7 @@ def draft(args) -> None:
             times = []
             for speculator in (None, Speculator(drafter, Fixed((args.drafts,)))):
                 llm.engine.speculator = speculator
-                speed, steps, _ = rate(llm, prompts, params, args.turns)
-                times.append(1e3 * streams * args.tokens / speed / steps)
+                times.append(min(step_ms(llm, prompts, params) for _ in range(1 + args.turns)))
             plain, verify = times
             print(f"{folder or '-'}: {streams:3}  {plain:6.2f} {verify:6.2f}  {4 * plain / verify:5.2f}x", flush=True)
         del llm
