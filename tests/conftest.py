@@ -65,6 +65,12 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid: str) -> str:
             return "the real server" if nodeid.split("::")[0].endswith(REAL_SERVER) else super()._split_scope(nodeid)
 
+        def remove_node(self, node):
+            # xdist queues the finished modules of a crashed worker again, and the workers that get them wait for ever
+            units = self.assigned_work[node]
+            self.assigned_work[node] = {scope: unit for scope, unit in units.items() if not all(unit.values())}
+            return super().remove_node(node)
+
     return Scopes(config, log)
 
 

@@ -434,7 +434,10 @@ class LLM:
             raise RequestError(
                 "the model's chat template does not read tools: pass a `chat_template` that does", param="tools"
             )
-        return tokenizer.encode_chat(messages, tools, **template)
+        try:
+            return tokenizer.encode_chat(messages, tools, **template)
+        except UserError as error:
+            raise RequestError(str(error), param=error.param, code=error.code) from None
 
     def _add(self, prompts: Many[Prompt], params: Many[SamplingParams], adapters: Many[str | None]) -> list[str]:
         """Queue all prompts, or none if one is refused."""

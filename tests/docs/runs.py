@@ -50,8 +50,6 @@ RUN = (
 # Of a page's snippets: names that they take for granted. `imports` is read by the cheap checks too, `before` makes
 # objects and runs before them, `skip` says why they do not run.
 PREAMBLES = {
-    "README.md": {"before": ""},
-    "docs/data.md": {"before": ""},
     "docs/engine.md": {
         "imports": "from dovetail.engine.loop import EngineLoop\n"
         "from dovetail.engine.request.params import SamplingParams\n",
@@ -68,8 +66,6 @@ PREAMBLES = {
     },
     "docs/jobs.md": {"skip": "Slurm: tests/jobs/test_remote.py"},
     "docs/new-family.md": {"imports": "from dovetail.models.glm import *\nfrom dovetail.models.granite import *\n"},
-    "docs/pretraining.md": {"before": ""},
-    "docs/rl.md": {"before": ""},
     "docs/serving.md": {"skip": "an OpenAI client: tests/serve/test_api_clients.py"},
 }
 

@@ -76,8 +76,11 @@ def write_recipe(block: Block, path: Path, model: str = "smollm2-135m") -> str:
     if kind == "pretrain" and not {"model", "base"} & set(keys):
         text = f"base: tiny\n{text}"
     elif kind != "job" and not {"model", "base"} & set(keys):
-        rest = {"model": model, "steps": 1} | ({} if "data" in keys else {"data": {"path": "chats.jsonl"}})
-        (path.parent / "rest.yaml").write_text(yaml_text.write(rest))
+        rest = {"model": model, "steps": 1, "data": {"path": "chats.jsonl"}}
+        if kind == "rl":
+            rest |= {"data": {"path": "sums.jsonl"}, "rewards": [{"kind": "number", "column": "answer"}]}
+        missing = {key: value for key, value in rest.items() if key not in keys}
+        (path.parent / "rest.yaml").write_text(yaml_text.write(missing))
         text = f"base: rest.yaml\n{text}"
     path.write_text(text)
     return kind

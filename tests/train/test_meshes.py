@@ -131,9 +131,9 @@ def test_a_checkpoint_is_restored_on_the_same_and_on_another_mesh(tmp_path, mode
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, {"cursor": 3})
         for name in (mesh, onto):
-            form = on(name).form
-            again, meta, step = checkpoints.restore(form)
+            abstract = on(name).abstract_state
+            again, meta, step = checkpoints.restore(abstract)
             assert (meta, step) == ({"cursor": 3}, 1)
-            for found, wanted, place in zip(*map(jax.tree.leaves, (again, state, form)), strict=True):
+            for found, wanted, place in zip(*map(jax.tree.leaves, (again, state, abstract)), strict=True):
                 assert found.sharding == place.sharding
                 np.testing.assert_array_equal(found, wanted)

@@ -127,7 +127,7 @@ def train(settings: Training, folder: Path, change=lambda index, batch: batch):
 
 def weights(folder: Path, settings: Training) -> list[np.ndarray]:
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        state, _, _ = checkpoints.restore(prepare(settings, ADVANTAGE).form)
+        state, _, _ = checkpoints.restore(prepare(settings, ADVANTAGE).abstract_state)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
 
 

@@ -77,7 +77,7 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 def test_dpo(name, tmp_path):
     loss, weights = name.split(" + "), MIXES[name]
-    given = {"loss": loss, "beta": 0.3} | ({"loss_weights": weights} if weights else {})
+    given = {"loss_type": loss, "beta": 0.3} | ({"loss_weights": weights} if weights else {})
     found = ours(tmp_path, PAIRS, preference=given)
     wanted = theirs(tmp_path, PAIRS, trl.DPOConfig, trl.DPOTrainer, beta=0.3, loss_type=loss, loss_weights=weights)
     same(found, wanted, MARGIN)

@@ -78,6 +78,14 @@ def post(server, path: str, status: int = 200, key: str = "boss", **body) -> dic
     return answer.json()
 
 
+def load_only(server, client, **paths: str) -> None:
+    """Unload every adapter, then load these."""
+    for name in set(listed(client)) - {MODEL}:
+        post(server, "/v1/unload_lora_adapter", lora_name=name)
+    for name, path in paths.items():
+        post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
+
+
 def test_each_adapter_is_a_model(client):
     assert listed(client) == {MODEL: (None, 0), "red": (MODEL, 1), "green": (MODEL, 2)}
     assert client.models.retrieve("red").root == MODEL
@@ -170,9 +178,7 @@ def under_way(server, client, slow, model: str) -> Iterator[Future[list[int]]]:
 def test_a_busy_adapter_is_replaced_and_unloaded(server, client, folders, slow):
     """Running requests keep the old adapter; new ones get the new one, or a refusal."""
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-    names = [name for name in listed(client) if name not in (MODEL, "red")]
-    for name in names:
-        post(server, unload, lora_name=name)
+    load_only(server, client, red=folders["red"])
     red, long = tokens(client, "red"), tokens(client, "red", max_tokens=200)
     with under_way(server, client, slow, "red") as before:
         post(server, load, lora_name="red", lora_path=folders["blue"])
@@ -200,13 +206,12 @@ def test_a_busy_adapter_is_replaced_and_unloaded(server, client, folders, slow):
 
 
 def test_a_reload_waits_for_a_free_slot(server, client, folders, slow):
-    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-    for name in ("red", "second", "third"):
-        post(server, load, lora_name=name, lora_path=folders["red"])
+    load = "/v1/load_lora_adapter"
+    load_only(server, client, red=folders["red"], second=folders["red"], third=folders["red"])
     long, version = tokens(client, "red", max_tokens=200), listed(client)["red"][1]
     with under_way(server, client, slow, "red") as before, ThreadPoolExecutor(1) as pool:
         busy = post(server, load, 409, lora_name="red", lora_path=folders["blue"], wait=False)["error"]
-        assert "requests under way need every place" in busy["message"] and listed(client)["red"][1] == version
+        assert (busy["param"], busy["code"]) == ("wait", "in_use") and listed(client)["red"][1] == version
         waits = pool.submit(post, server, load, lora_name="red", lora_path=folders["blue"])
         while True:
             answer = httpx.post(f"{server.url}/v1/completions", json={"model": "red", "prompt": PROMPT})
@@ -217,16 +222,12 @@ def test_a_reload_waits_for_a_free_slot(server, client, folders, slow):
         post(server, "/resume")
         assert waits.result()["weights_version"] > version and before.result() == long
     assert tokens(client, "red", max_tokens=200) != long
-    for name in ("second", "third"):
-        post(server, unload, lora_name=name)
-    post(server, load, lora_name="red", lora_path=folders["red"])
-    post(server, load, lora_name="blue", lora_path=folders["red"])
-    post(server, load, lora_name="late", lora_path=folders["green"])
 
 
 @pytest.mark.thorough
 def test_adapters_are_loaded_again_after_an_engine_restart(server, client, folders):
     """An adapter whose files are gone is not loaded again."""
+    load_only(server, client, red=folders["red"], blue=folders["red"], late=folders["green"])
     before, red = listed(client), tokens(client, "red")
     shutil.rmtree(folders["green"])
     os.kill(server.engine.info.pid, signal.SIGKILL)
