@@ -93,7 +93,7 @@ def compile_serve(
     topology: str = TOPOLOGY,
     as_json: bool = JSON,
 ) -> None:
-    """Compile the engine's smallest and largest decode steps and its largest prompt step for MODEL."""
+    """Compile the engine's smallest and largest decode and verify steps and its largest prompt step for MODEL."""
     from dovetail.plan import topology as topologies
 
     wanted = topologies.parse(topology)
@@ -103,11 +103,13 @@ def compile_serve(
 
     from dovetail.engine.build import abstract_engine
     from dovetail.engine.options import EngineOptions
+    from dovetail.engine.spec.draft_weights import with_own_draft
     from dovetail.io.load import outline
 
     (cfg, dtype), devices = outline(model), topologies.tpu_devices(wanted)
     degree = engine["tensor_parallel_size"] or len(devices)
     given = EngineOptions.of(engine | dict(dtype=engine["dtype"] or dtype, tensor_parallel_size=degree))
+    given = with_own_draft(given, model)
     console, reports = Console(highlight=False, stderr=as_json), []
     with console.status(f"compiling the largest step of {model} for {wanted}") as status:
         made, *_ = compiled(lambda _: abstract_engine(cfg, given, devices))
@@ -210,7 +212,7 @@ def serve_report(model: str, made, shape, program, assigned: int | None, seconds
         "pool copied": f"{len(copies)} x: {copies[0]}" if copies else "no",
         "paged attention": "; ".join(made.kernels(shape)),
     }
-    kind = "decode" if shape.is_decode else "prompts"
+    kind = "verify" if shape.drafts else "decode" if shape.is_decode else "prompts"
     title = f"{model}, {kind}: {shape.tokens} tokens in {shape.rows} rows"
     return CompileReport(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)
 

@@ -1,6 +1,8 @@
 """`dovetail plan`: memory, time and cost of training, serving, RL and storage, before hardware is rented."""
 
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +173,14 @@ def _settings(what: str, overrides: list[str], accelerator, batch: str, seq: int
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
-def starter(model: str, stored: Any) -> Callable[[Any], str]:
-    """Return a function that describes how to start a plan of `model`, whose weights have the dtype `stored`."""
+def starter(model: str, stored: Any, more: str = "") -> Callable[[Any], str]:
+    """Return a function that describes how to start a plan.
+
+    Args:
+        model: The model.
+        stored: The dtype of its weights; None if not known.
+        more: Further options of the command.
+    """
     from dovetail.core.compute import compute_of
     from dovetail.io.hub import CATALOGUE
     from dovetail.io.load import servable
@@ -192,7 +200,7 @@ def starter(model: str, stored: Any) -> Callable[[Any], str]:
         many = (
             f" (for each of the {plan.replicas:,} replicas, on its own devices and port)" if plan.replicas > 1 else ""
         )
-        return f"start it{many}: {plan.command(source, dtype)}"
+        return f"start it{many}: {plan.command(source, dtype)}{more}"
 
     return start
 
@@ -204,8 +212,16 @@ def _instead(plan: Any) -> str:
     replica = plan.replica
     if replica.machines == 1:
         return ""
-    found = elsewhere(replica.cfg, plan.workload, replica.dtype, replica.kv, replica.accelerator)
+    found = elsewhere(replica, plan.workload)
     return f"; one machine of {' or '.join(found)} holds it" if found else "; no single machine known here holds it"
+
+
+def _draft(model: str, cfg: Any, config: str) -> Any:
+    """Return the draft model of a speculative config; None if it names none."""
+    from dovetail.engine.options import EngineOptions
+    from dovetail.engine.spec.draft_weights import outline_draft_of, with_own_draft
+
+    return outline_draft_of(with_own_draft(EngineOptions(speculative_config=config or None), model), cfg)
 
 
 @app.command(cls=OptionCommand)
@@ -220,6 +236,9 @@ def serve(
     tensor_parallel_size: int = typer.Option(
         0, min=0, show_default=False, help="Devices per replica. Default: try each number."
     ),
+    speculative_config: str = typer.Option(
+        "", metavar="JSON", help="Count the memory of a draft model, as in `dovetail serve`; its config.json suffices."
+    ),
     price: float = PRICE,
     spot: bool = SPOT,
     region: str = REGION,
@@ -230,9 +249,6 @@ def serve(
     as_json: bool = JSON,
 ) -> None:
     """Estimate KV capacity, latency, throughput and cost of serving MODEL."""
-    from dataclasses import replace
-    from pathlib import Path
-
     from dovetail.cli import plan_serve_table as tables
     from dovetail.core.accelerator import parse
     from dovetail.core.cloud import rate
@@ -255,9 +271,10 @@ def serve(
     plans = plan_serving(
         cfg, accelerator, Workload(prompt, output, concurrency), dtype=dtype,
         kv=kv or ("bf16" if dtype in PLANNED_ONLY else dtype), dollars=dollars,
-        fractions=fractions(chip.name), tensor=tensor_parallel_size,
+        fractions=fractions(chip.name), tensor=tensor_parallel_size, draft=_draft(model, cfg, speculative_config),
     )  # fmt: skip
-    start = starter(model, stored)
+    more = f" --speculative-config {shlex.quote(speculative_config)}" if speculative_config else ""
+    start = starter(model, stored, more)
     requests = read_count(per_day, "--per-day") if per_day else 0
     if as_json:
         print(tables.as_json(model, plans, requests, start))

@@ -88,9 +88,21 @@ def head(model: str, plans: list[Any], price: str) -> list[str]:
         "bounds: at peak rates with full overlap - at half of them without overlap, with every launch",
         price,
     ]
+    if own := _held_draft(replica):
+        each = " on each device" if replica.tensor > 1 else ""
+        lines.insert(2, f"draft model: {own.weights / 2**30:.2g} GiB, {own.per_token / 2**10:.3g} KiB per token{each}")
     if replica.fractions:
         lines.append(replica.fractions.describe())
     return lines
+
+
+def _held_draft(replica: Any) -> Any:
+    """Return the bytes of the replica's draft model on one device; None without one."""
+    from dovetail.plan.serve_memory import held_draft
+
+    if replica.draft is None:
+        return None
+    return held_draft(replica.draft, replica.chip, replica.tensor, replica.dtype, replica.kv)
 
 
 def ways(plans: list[Any], wide: bool) -> list[Any]:
@@ -233,6 +245,8 @@ def as_json(model: str, plans: list[Any], requests: int, start: Any) -> str:
         "plans": [_plain(plan) for plan in plans],
         "frontier": [{"replicas": p.replicas, "tensor": p.tensor, **_point(q)} for p, q in frontier(plans)],
     }  # fmt: skip
+    if own := _held_draft(best.replica):
+        found["draft"] = own._asdict()
     if requests:
         found["accelerators_for"] = {"requests_per_day": requests, **asdict(best.accelerators_for(requests))}
     return json.dumps(found, indent=2)

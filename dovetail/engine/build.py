@@ -29,7 +29,7 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.schedule.step_time import Pace
-from dovetail.engine.spec.draft_weights import draft_choices, load_draft_of, open_draft_of
+from dovetail.engine.spec.draft_weights import draft_choices, load_draft_of, open_draft_of, outline_draft_of
 from dovetail.engine.spec.speculator import speculator_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -176,12 +176,15 @@ def page_size_for(options: EngineOptions, max_len: int, platform: str | None = N
 
 def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devices: Sequence[Any] = ()) -> int:
     """Return how many pages the pool gets beside the weights, which may be abstract, and the largest step."""
-    most, page_bytes = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
+    most, first = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
+    page_bytes = held_bytes(programs.pages(2)) - first
+    scratch = first - page_bytes  # the page more that a draft model has
     if options.kv_cache_memory_bytes is not None:
-        return num_pages(options.kv_cache_memory_bytes, page_bytes, programs.page_size, most)
+        return num_pages(options.kv_cache_memory_bytes - scratch, page_bytes, programs.page_size, most)
     if programs.cfg.scored:  # a reward model uses no pages: the fewest that a pool may have
         return programs.buckets.max_pages
     room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
+    room -= scratch
     if not on_cpu:
         largest = max(held_bytes(layer) for layer in programs.pages(1))
         measure = functools.partial(programs.step_memory, params)
@@ -253,11 +256,13 @@ class AbstractEngine:
         return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
 
     def corners(self) -> list[Shape]:
-        """Return the smallest and the largest decode step and the largest step with prompts."""
+        """Return the smallest and the largest decode and verify steps and the largest step with prompts."""
         buckets = self.programs.buckets
-        decode = [shape for shape in buckets.usual() if shape.tokens and shape.is_decode and shape.steps == 1]
-        rows = sorted(decode, key=lambda shape: shape.rows)
-        return list(dict.fromkeys([rows[0], rows[-1], buckets.largest()]))
+        usual = sorted((s for s in buckets.usual() if s.tokens), key=lambda shape: (shape.rows, shape.tokens))
+        decode = [shape for shape in usual if shape.is_decode and shape.steps == 1]
+        verify = [shape for shape in usual if shape.drafts]
+        ends = [*decode[:1], *decode[-1:], *verify[:1], *verify[-1:]]
+        return list(dict.fromkeys([*ends, buckets.largest()]))
 
     def compile(self, shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
         """Compile a step; `more` are further options of XLA."""
@@ -268,9 +273,13 @@ class AbstractEngine:
         return held_bytes(self.programs.of(shape, self.params, self.programs.pages(self.pages)).abstract)
 
     def flops(self, shape: Shape) -> float:
-        """Return one device's FLOPs without attention over pages; only a row's last token is unembedded."""
+        """Return one device's FLOPs without attention over pages and a draft model's.
+
+        Only a row's last token is unembedded, except in a verify step.
+        """
         head = 2.0 * self.cfg.vocab * self.cfg.dim
-        tokens = shape.tokens * (flops_per_token(self.cfg) - head) + shape.rows * head
+        unembedded = shape.tokens if shape.drafts else shape.rows
+        tokens = shape.tokens * (flops_per_token(self.cfg) - head) + unembedded * head
         return tokens / len(self.programs.devices)
 
     def moved(self, shape: Shape) -> tuple[float, float]:
@@ -285,8 +294,8 @@ class AbstractEngine:
         return min(self.weight_bytes, used * (shape.tokens if some else 1)), self.weight_bytes + self.pool_bytes
 
     def kernels(self, shape: Shape) -> list[str]:
-        """Return the attention kernel of each kind of layer, and if it is not upstream's, why."""
-        pages = self.programs.pages(self.pages)
+        """Return the attention kernel of each kind of layer of the model, and if it is not upstream's, why."""
+        pages = self.programs.pages(self.pages)[: len(self.cfg.layers)]
         with self.programs.device_kind():
             found = [self._kernel(shape, layer.attn, own) for layer, own in zip(self.cfg.layers, pages, strict=True)]
         return list(dict.fromkeys(name for name in found if name))
@@ -329,8 +338,7 @@ def abstract_engine(cfg: ModelConfig, options: EngineOptions, devices: Sequence[
             param="tensor_parallel_size",
         )
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
-    opened = open_draft_of(options, cfg)
-    draft = opened.draft if opened else None
+    draft = outline_draft_of(options, cfg)
     programs = programs_for(cfg, options, compute, placement, devices[0], draft)
     params = _abstract_params(serving_spec(cfg, placement), compute.dtype, placement)
     params = with_adapters(params, cfg, options, compute.dtype, placement)

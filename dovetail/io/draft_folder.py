@@ -23,12 +23,12 @@ from dovetail.core.reporter import Progress
 from dovetail.core.spec import init, leaves
 from dovetail.core.types import Params
 from dovetail.io.hf import TensorSource, match_names, match_specs, read_specs, text_name, write_specs
-from dovetail.io.hub import resolve
-from dovetail.io.load import open_checkpoint, whole_folder
+from dovetail.io.hub import HUB_ID, fetch_config, local, resolve
+from dovetail.io.load import config_of, open_checkpoint, whole_folder
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
-from dovetail.models.draft.mtp import Mtp, native_names
+from dovetail.models.draft.mtp import NEXTN, QWEN, Mtp, native_names
 from dovetail.models.draft.plain import plain_draft
 from dovetail.models.draft.registry import PLAIN, draft_kind, parse_draft
 from dovetail.models.registry import read_json
@@ -68,24 +68,24 @@ def open_draft(
         path_or_name: The draft model; with method mtp perhaps the target itself, whose own layers are used.
         target: The model that it drafts for.
         method: The kind of draft model, in vLLM's words; None for what its config.json says.
-        dummy: Whether to use its config.json alone, with random weights.
+        dummy: Whether to use its config.json alone, with random weights; of a hub id only that is fetched.
 
     Raises:
         CheckpointError: It is a draft for another model or of another kind, or its weights do not match its config.
         UserError: There is no such model, or its config is not supported.
     """
-    path = resolve(path_or_name)
-    where, hf = str(path), {} if path.suffix == ".gguf" else read_json(path / "config.json")
-    kind = draft_kind(hf, where)
-    if method == "mtp" and kind == PLAIN:
+    where, hf = _config(path_or_name, dummy)
+    path, kind = Path(where), draft_kind(hf, where)
+    is_own = method == "mtp" and kind == PLAIN  # the layers of an ordinary model's own checkpoint
+    if is_own and not dummy:
         return _open_mtp(path, target)
-    if method not in (None, kind):
+    if not is_own and method not in (None, kind):
         raise CheckpointError(
             f"`speculative_config.method` must be {kind}, which {where} is, got {method!r}",
             param="speculative_config.method",
         )
     if dummy:
-        return DraftCheckpoint(parse_draft(hf, target, where), None, {})
+        return DraftCheckpoint(_dummy_mtp(hf, target, where) if is_own else parse_draft(hf, target, where), None, {})
     if kind == PLAIN:
         source, cfg, _ = open_checkpoint(path)
         return DraftCheckpoint(plain_draft(cfg, target, where), source, match_names(source, cfg, where))
@@ -107,15 +107,41 @@ def load_draft(
     return opened.draft, opened.read(dtype, placement)
 
 
+def has_weights(path_or_name: str | Path) -> bool:
+    """Return whether a draft model is on this machine with its weights."""
+    path = local(str(path_or_name))
+    return path is not None and (path.suffix == ".gguf" or any(path.glob("*.safetensors")))
+
+
+def _config(path_or_name: str | Path, dummy: bool) -> tuple[str, dict[str, Any]]:
+    """Return where a draft model is and its config.json; with `dummy`, nothing else of it is fetched."""
+    name = str(path_or_name)
+    if dummy and local(name) is None:
+        return name, read_json(fetch_config(name)) if HUB_ID.fullmatch(name) else config_of(name).to_hf()
+    path = resolve(path_or_name)
+    return str(path), {} if path.suffix == ".gguf" else read_json(path / "config.json")
+
+
+def _dummy_mtp(hf: dict[str, Any], target: ModelConfig, where: str) -> Mtp:
+    """Return the MTP layers that a model's config.json names."""
+    names = QWEN if hf.get("mtp_num_hidden_layers") else NEXTN
+    if names == NEXTN and not hf.get("num_nextn_predict_layers"):
+        raise _without_mtp(where)
+    return Mtp(target, names)
+
+
+def _without_mtp(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} has no MTP layers: use another method, or name a draft model", param="speculative_config.method"
+    )
+
+
 def _open_mtp(path: Path, target: ModelConfig) -> DraftCheckpoint:
     """Open the layers of multi-token prediction that a model's own checkpoint has."""
     source = None if path.suffix == ".gguf" else SafetensorFolder(path)
     names = native_names(text_name(name) for name in source.tensors()) if source else None
     if source is None or names is None:
-        raise CheckpointError(
-            f"{path} has no MTP layers: use another method, or name a draft model",
-            param="speculative_config.method",
-        )
+        raise _without_mtp(str(path))
     draft = Mtp(target, names)
     found = match_specs(source, draft.spec(), f"{path}: its MTP layers do not fit its config.", [".*"], text_name)
     return DraftCheckpoint(draft, source, found)

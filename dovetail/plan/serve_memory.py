@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from dovetail.core.host import available_memory
 from dovetail.core.mesh import MESH_AXES, SERVE, Placement
 from dovetail.core.spec import ParamSpec, leaf_dtype, leaves, num_params
 from dovetail.models.config import Attention, Layer, ModelConfig
+from dovetail.models.draft.draft import DraftModel
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import cache_shapes, kv_bytes_per_token, spec
 
@@ -92,6 +93,7 @@ def held(
     page: int = 0,
     step_tokens: int = 0,
     spread: bool = False,
+    draft: DraftModel | None = None,
 ) -> Held:
     """Return what one device of an engine holds.
 
@@ -106,11 +108,14 @@ def held(
         page: Tokens per page; default: the engine's choice.
         step_tokens: The most tokens of a step; default: the engine's choice.
         spread: Whether the replica spans several machines (see the module's docstring).
+        draft: The draft model, whose weights and pages are counted with the model's.
     """
     platform = platform_of(chip)
     page, step_tokens = page or PAGE[platform], step_tokens or STEP_TOKENS[platform]
     weights = sum(size for _, size in local_weights(cfg, chip, tensor, dtype, spread))
-    per_token = sum(row for row in local_rows(cfg, chip, tensor, kv or dtype, spread) if row is not None)
+    per_token = sum(row for row in local_rows(cfg.layers, chip, tensor, kv or dtype, spread) if row is not None)
+    drafting = held_draft(draft, chip, tensor, dtype, kv) if draft else HeldDraft(0, 0)
+    weights, per_token = weights + drafting.weights, per_token + drafting.per_token
     step = _step_bytes(cfg, tensor, step_tokens, rows, HELD[compute_dtype(dtype)])
     total = memory or (chip.device_hbm if chip else None)
     if total is None:
@@ -119,7 +124,23 @@ def held(
         room = int((total - weights) * CPU_MEMORY_UTILIZATION)
     else:
         room = pool_room(total * USABLE[platform], None, weights, step)
+    if room is not None:
+        room -= drafting.per_token * page  # the engine's scratch page for draft tokens
     return Held(tensor, weights, per_token, page, step, room)
+
+
+class HeldDraft(NamedTuple):
+    """Hold the bytes of a draft model on one device."""
+
+    weights: int
+    per_token: int
+
+
+def held_draft(draft: DraftModel, chip: Chip | None, tensor: int, dtype: str, kv: str = "") -> HeldDraft:
+    """Return what one device holds of a draft model; the arguments are those of `held`."""
+    place, rows = placement(chip, tensor), local_rows(draft.layers, chip, tensor, kv or dtype)
+    weights = sum(_bytes(one, place, dtype, False) for _, one in leaves(draft.spec()))
+    return HeldDraft(weights, sum(row for row in rows if row is not None))
 
 
 def platform_of(chip: Chip | None) -> str:
@@ -168,13 +189,15 @@ def local_size(one: ParamSpec, place: Placement | None, spread: bool = False) ->
     return math.prod(one.shape) // parts
 
 
-def local_rows(cfg: ModelConfig, chip: Chip | None, tensor: int, kv: str, spread: bool = False) -> list[int | None]:
+def local_rows(
+    layers: tuple[Layer, ...], chip: Chip | None, tensor: int, kv: str, spread: bool = False
+) -> list[int | None]:
     """Return the bytes of one token in each layer's pages on one device; None for a layer that reads another's."""
     place, platform = placement(chip, tensor), platform_of(chip)
-    shapes = cache_shapes(cfg.layers, 1, 1, _numpy_dtype(compute_dtype(kv)), place, platform)
+    shapes = cache_shapes(layers, 1, 1, _numpy_dtype(compute_dtype(kv)), place, platform)
     return [
         None if shape is None else int(math.prod(shape) // page_parts(layer, place, spread) * HELD[kv])
-        for layer, shape in zip(cfg.layers, shapes, strict=True)
+        for layer, shape in zip(layers, shapes, strict=True)
     ]
 
 

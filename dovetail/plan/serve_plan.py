@@ -16,6 +16,7 @@ from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.errors import OutOfMemoryError, UserError
 from dovetail.models.config import ModelConfig
+from dovetail.models.draft.draft import DraftModel
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.serve_memory import HELD, MEMORY_UTILIZATION, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
 from dovetail.plan.serve_time import Bounds, Replica, machine_devices
@@ -169,6 +170,7 @@ def plan_serving(
     fractions: Fractions | None = None,
     memory: int | None = None,
     tensor: int = 0,
+    draft: DraftModel | None = None,
 ) -> list[ServePlan]:
     """Return every plan that fits, the most output tokens per second first.
 
@@ -182,6 +184,7 @@ def plan_serving(
         fractions: The calibrated fractions of this chip.
         memory: Bytes of one device, if known better than from the chip's table.
         tensor: The only number of devices per replica to try; 0: all.
+        draft: The draft model.
 
     Raises:
         OutOfMemoryError: No replica has room for one sequence; the message says what would.
@@ -204,12 +207,13 @@ def plan_serving(
             f"{most}, got {tensor}",
             param="--tensor-parallel-size",
         )
+    one = Replica(cfg, accelerator, 1, dtype, kv, fractions, draft=draft)
     for tried in ((tensor,),) if tensor else (degrees(accelerator), wider):
-        replicas = [_replica(cfg, accelerator, degree, dtype, kv, fractions) for degree in tried]
-        found = [plan for one in replicas if (plan := _plan(one, workload, dollars, memory))]
+        replicas = [_of_size(one, accelerator, degree) for degree in tried]
+        found = [plan for each in replicas if (plan := _plan(each, workload, dollars, memory))]
         if found:
             return sorted(found, key=_worth, reverse=True)
-    raise OutOfMemoryError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
+    raise OutOfMemoryError(refusal(one, workload, memory, tensor))
 
 
 def degrees(accelerator: Accelerator) -> list[int]:
@@ -226,11 +230,10 @@ def beyond(accelerator: Accelerator) -> list[int]:
     return [n for n in (2**i for i in range(reach.bit_length())) if n > most and reach % n == 0]
 
 
-def _replica(
-    cfg: ModelConfig, accelerator: Accelerator, degree: int, dtype: str, kv: str, fractions: Fractions | None = None
-) -> Replica:
+def _of_size(replica: Replica, accelerator: Accelerator, degree: int) -> Replica:
+    """Return the replica on `degree` devices of an accelerator."""
     spread = degree > machine_devices(accelerator)
-    return Replica(cfg, accelerator, degree, dtype, kv, fractions, spread)
+    return replace(replica, accelerator=accelerator, tensor=degree, spread=spread)
 
 
 def frontier(plans: Iterable[ServePlan]) -> list[tuple[ServePlan, Point]]:
@@ -262,7 +265,7 @@ def _plan(replica: Replica, workload: Workload, dollars: float | None, memory: i
 def _held(replica: Replica, rows: int, memory: int | None) -> Held:
     return held(
         replica.cfg, replica.chip, replica.tensor, dtype=replica.dtype, kv=replica.kv, rows=rows, memory=memory,
-        spread=replica.spread,
+        spread=replica.spread, draft=replica.draft,
     )  # fmt: skip
 
 
@@ -280,21 +283,27 @@ def _worth(plan: ServePlan) -> float:
 # --- what would fit ---------------------------------------------------------------------------------------------------
 
 
-def refusal(
-    cfg: ModelConfig, accelerator: Accelerator, workload: Workload, dtype: str, kv: str, memory: int | None, tensor: int
-) -> str:
-    """Return the message that no replica has room for one sequence, with what would fit."""
+def refusal(replica: Replica, workload: Workload, memory: int | None, tensor: int) -> str:
+    """Return the message that no replica has room for one sequence, with what would fit.
+
+    Args:
+        replica: A replica of any size.
+        workload: The requests.
+        memory: Bytes of one device, if known better than from the chip's table.
+        tensor: The only number of devices per replica that was tried; 0: all.
+    """
+    accelerator = replica.accelerator
     degree = tensor or max((*degrees(accelerator), *beyond(accelerator)))
     chip = accelerator.chip
     assert chip is not None
     one = replace(workload, concurrency=1)
-    replica = _replica(cfg, accelerator, degree, dtype, kv)
+    replica = _of_size(replica, accelerator, degree)
     need = _held(replica, 1, memory)
     usable = (memory or chip.device_hbm) * USABLE[platform_of(chip)] * MEMORY_UTILIZATION
     wanted = need.weights + need.step + SLACK + need.per_token * -(-one.length // need.page) * need.page
     ways = [
-        *([f"on {' or '.join(found)}"] if (found := elsewhere(cfg, one, dtype, kv, accelerator, degree)) else []),
-        *([] if dtype in PLANNED_ONLY else _smaller(cfg, accelerator, one, kv, degree)),
+        *([f"on {' or '.join(found)}"] if (found := elsewhere(replica, one, degree)) else []),
+        *([] if replica.dtype in PLANNED_ONLY else _smaller(replica, one)),
     ]
     machine = f" on {replica.machines} machines" if replica.machines > 1 else ""
     each = f"each of {degree} devices{machine}" if degree > 1 else "a device"
@@ -306,19 +315,16 @@ def refusal(
     )
 
 
-def elsewhere(
-    cfg: ModelConfig, workload: Workload, dtype: str, kv: str, here: Accelerator, degree: int = 0
-) -> list[str]:
+def elsewhere(replica: Replica, workload: Workload, degree: int = 0) -> list[str]:
     """Return the smallest machines that fit, one per kind of chip, this chip first.
 
     `degree`: the number of devices of this chip that is too small.
     """
-    assert here.chip is not None
-    found = []
-    for name in dict.fromkeys((*((here.chip.name,) if here.chip.name in CHIPS else ()), *ELSEWHERE)):
+    here, found = replica.chip, []
+    for name in dict.fromkeys((*((here.name,) if here.name in CHIPS else ()), *ELSEWHERE)):
         for size in _machines(name):
-            more = size.chip != here.chip or max(degrees(size)) > degree
-            if more and size.chip and _fits(cfg, size, workload, dtype, kv):
+            more = size.chip != here or max(degrees(size)) > degree
+            if more and size.chip and _fits(_of_size(replica, size, max(degrees(size))), workload):
                 found.append(size.name)
                 break
     return found[:4]
@@ -336,14 +342,13 @@ def _machines(name: str) -> Sequence[Accelerator]:
     return sizes
 
 
-def _smaller(cfg: ModelConfig, accelerator: Accelerator, workload: Workload, kv: str, degree: int) -> list[str]:
+def _smaller(replica: Replica, workload: Workload) -> list[str]:
     """Return the weight dtype with fewer bits that would fit, as a suggestion."""
     for dtype in ("int8", "int4"):
-        if _fits(cfg, accelerator, workload, dtype, kv or "bf16", degree):
+        if _fits(replace(replica, dtype=dtype, kv=replica.kv or "bf16"), workload):
             return [f"here with {dtype} weights, which Dovetail's engine does not have (--dtype {dtype} plans them)"]
     return []
 
 
-def _fits(cfg: ModelConfig, accelerator: Accelerator, workload: Workload, dtype: str, kv: str, degree: int = 0) -> bool:
-    replica = _replica(cfg, accelerator, degree or max(degrees(accelerator)), dtype, kv)
+def _fits(replica: Replica, workload: Workload) -> bool:
     return (_held(replica, 1, None).sequences(workload.length) or 0) >= 1

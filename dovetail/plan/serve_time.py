@@ -15,6 +15,7 @@ from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import Chip
 from dovetail.core.errors import UserError
 from dovetail.models.config import Attention, Layer, ModelConfig
+from dovetail.models.draft.draft import DraftModel
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.exchange import collective
 from dovetail.plan.links import MEMORY_OF_A_HOST, AxisSpan, layout
@@ -68,6 +69,7 @@ class Replica:
     kv: str = ""
     fractions: Fractions | None = None
     spread: bool = False  # over several machines: see plan.serve_memory
+    draft: DraftModel | None = None  # its memory is planned; times are those of decode steps, without draft tokens
 
     # --- a decode step ------------------------------------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ class Replica:
 
     def kv_bytes(self, context: float) -> float:
         """Return the bytes of KV pages that one sequence's attention reads on a device, at most its window."""
-        rows, total = local_rows(self.cfg, self.chip, self.tensor, self.kv or self.dtype, self.spread), 0.0
+        rows, total = local_rows(self.cfg.layers, self.chip, self.tensor, self.kv or self.dtype, self.spread), 0.0
         for layer, row in zip(self.cfg.layers, rows, strict=True):
             own = rows[layer.attn.kv_from] if row is None and layer.attn.kv_from is not None else row
             total += (own or 0) * layer.attn.keys_seen(context)

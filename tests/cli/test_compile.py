@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from refusals import refuses
 from typer.testing import CliRunner
@@ -16,7 +17,11 @@ from dovetail.cli.compile import app, compiled, plain, recipe_report, show
 from dovetail.core import chips
 from dovetail.core.errors import MissingPackageError, UnsupportedError
 from dovetail.core.recipe import load
+from dovetail.core.spec import init
 from dovetail.engine import build
+from dovetail.io.draft_folder import save_draft
+from dovetail.models.draft.registry import parse_draft
+from dovetail.models.registry import read_model
 from dovetail.plan import topology
 from dovetail.plan.topology import gpu_devices, parse, tpu_devices
 from dovetail.train.next_token import next_token
@@ -134,6 +139,27 @@ def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
     else:
         for words in ("decode: 1 tokens in 1 rows", "prompts: 64 tokens in 4 rows", "KV pages", "over tensor", "pool"):
             assert words in result.output
+
+
+@pytest.mark.parametrize("weights", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_steps_with_a_draft_model_are_compiled(monkeypatch, tmp_path, weights):
+    monkeypatch.setattr(topology, "tpu_devices", lambda topology: jax.devices()[:1])
+    config = dict(speculators_model_type="eagle3", draft_vocab_size=64)
+    config |= dict(transformer_layer_config=read_model("tiny").to_hf() | dict(num_hidden_layers=1))
+    draft = parse_draft(config, read_model("tiny"), "here")
+    if weights:
+        save_draft(tmp_path / "draft", draft, init(draft.spec(), jax.random.key(0), jnp.float32), config)
+    else:
+        (tmp_path / "draft").mkdir()
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    options = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--dtype", "f32", "--json"]
+    options += ["--kv-cache-memory-bytes", str(2**22), "--max-model-len", "256"]
+    speculation = json.dumps(dict(model=str(tmp_path / "draft"), num_speculative_tokens=2))
+    result = run("serve", "tiny", "--topology", "v5e:2x2", *options, "--speculative-config", speculation)
+    assert result.exit_code == 0, result.output
+    titles = [one["title"].removeprefix("tiny, ") for one in json.loads(result.stdout)["programs"]]
+    steps = ["decode: 1 tokens in 1 rows", "verify: 3 tokens in 1 rows", "prompts: 64 tokens in 1 rows"]
+    assert titles == steps
 
 
 @pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")

@@ -12,10 +12,11 @@ from dovetail.cli.bench_serve import busiest, decode_step, describe, parse_metri
 from dovetail.cli.info import info
 from dovetail.cli.main import app as main
 from dovetail.cli.plan import app
+from dovetail.core.errors import CheckpointError
 from dovetail.core.recipe import SHIPPED
 from dovetail.io import hub
 from dovetail.io.load import servable
-from dovetail.models.registry import shipped_models, shipped_shapes
+from dovetail.models.registry import read_model, shipped_models, shipped_shapes
 from dovetail.plan.prediction import Prediction
 from dovetail.train.report.metrics import save_prediction
 
@@ -125,6 +126,27 @@ def test_a_folder_is_served_from_where_it_is_and_without_weights_it_is_said(home
     assert servable(str(folder / "config.json"))[0] == ""
     (folder / "model.safetensors").touch()
     assert servable(str(folder)) == servable(str(folder / "config.json")) == (str(folder), "")
+
+
+def test_a_draft_model_is_counted_and_one_of_another_model_is_refused(home, tmp_path):
+    layer = read_model("tiny").to_hf() | dict(num_hidden_layers=1)
+    config = dict(speculators_model_type="eagle3", draft_vocab_size=64, transformer_layer_config=layer)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    speculation = "--speculative-config", json.dumps(dict(model=str(tmp_path)))
+    asked = ("--on", "v5e-1", "--in", "128", "--out", "64", "--concurrency", "4")
+    said, plain = run("serve", "tiny", *asked, *speculation), run("serve", "tiny", *asked)
+    assert "draft model: 0.00" in said and "GiB, 0.25 KiB per token\n" in said and "draft" not in plain
+    found, without = (json.loads(run("serve", "tiny", *asked, "--json", *more)) for more in (speculation, ()))
+    assert "draft" not in without and found["draft"]["per_token"] == 256
+    memory, alone = (each["plans"][0]["memory"] for each in (found, without))
+    assert memory["weights"] - alone["weights"] == found["draft"]["weights"]
+    assert memory["per_token"] - alone["per_token"] == 256
+    with refuses("hidden_size", CheckpointError, naming="another model"):
+        run("serve", "llama3-8b", *asked, *speculation)
+    with refuses("speculative_config.method", CheckpointError, naming="tiny has no MTP layers"):
+        run("serve", "tiny", *asked, "--speculative-config", '{"method": "mtp"}')
+    itself = run("serve", "tiny", *asked, "--speculative-config", '{"model": "tiny"}')
+    assert f"{alone['per_token'] // 1024} KiB per token" in itself
 
 
 def test_plan_and_info_take_what_compile_takes(home, tmp_path, monkeypatch, capsys):

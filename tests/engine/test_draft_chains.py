@@ -59,15 +59,7 @@ def recorded(draft, found: list):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "eagle3",
-        "mtp",
-        # 4 of 180 rows differed; the cause is not known yet
-        pytest.param("mtp of two depths", marks=pytest.mark.xfail(reason="some rows have other draft tokens")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp of two depths"])
 def test_draft_tokens_are_those_of_one_call(kind, tmp_path, monkeypatch):
     found, model, config = [], *folders(tmp_path, kind)
 

@@ -14,10 +14,10 @@ from refusals import refuses
 from safetensors.numpy import load_file, save_file
 
 from dovetail.core.errors import CheckpointError
-from dovetail.io.draft_folder import load_draft, save_draft
+from dovetail.io.draft_folder import load_draft, open_draft, save_draft
 from dovetail.io.hf import write_specs
 from dovetail.io.load import load, save
-from dovetail.models.draft.mtp import QWEN, SPECULATORS, Mtp
+from dovetail.models.draft.mtp import NEXTN, QWEN, SPECULATORS, Mtp
 from dovetail.models.draft.plain import PlainDraft
 from dovetail.models.draft.registry import parse_draft
 from dovetail.models.mtp import with_mtp
@@ -119,6 +119,19 @@ def test_the_models_own_layers_are_loaded(tmp_path):
     draft, weights = load_draft(tmp_path, cfg, jnp.float32, method="mtp")
     assert (draft, jax.tree.structure(weights)) == (Mtp(cfg), jax.tree.structure({"mtp": params["mtp"]}))
     assert_equal(weights["mtp"], params["mtp"])
+
+
+@pytest.mark.parametrize(("key", "names"), [("num_nextn_predict_layers", NEXTN), ("mtp_num_hidden_layers", QWEN)])
+def test_a_config_alone_describes_the_models_own_layers(key, names, tmp_path, monkeypatch):
+    hf = SIZES | dict(model_type="qwen3", num_hidden_layers=2)
+    cfg, file = parse_config(hf | {key: 1}), tmp_path / "config.json"
+    monkeypatch.setattr("dovetail.io.draft_folder.fetch_config", lambda name: file)
+    for where in (tmp_path, "org/name"):
+        file.write_text(json.dumps(hf | {key: 1}))
+        assert open_draft(where, cfg, "mtp", dummy=True).draft == Mtp(cfg, names)
+        file.write_text(json.dumps(hf))
+        with refuses("speculative_config.method", CheckpointError, naming="no MTP layers"):
+            open_draft(where, cfg, "mtp", dummy=True)
 
 
 @pytest.fixture

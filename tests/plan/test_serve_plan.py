@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,10 @@ MODELS = {
         model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=4,
     ),
 }  # fmt: skip
+DRAFTS = {
+    "eagle3": dict(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+    "dspark": dict(block_size=5, mask_token_id=2, aux_hidden_state_layer_ids=[1, 2], markov_rank=8),
+}
 # streams, tokens in and out, tok/s: ../shared/reference/peers.md (vLLM 0.24, the prototype) and docs/performance.md
 H200 = {
     "llama3-8b": [
@@ -93,6 +98,28 @@ def test_the_planned_pool_has_the_bytes_of_the_engines():
     programs = build.programs_for(cfg, given, build.compute_of("f32"), build.placement_of(given))
     planned = held(cfg, None, 4, dtype="f32")
     assert held_bytes(programs.pages(3)) == 3 * planned.page * planned.per_token
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_the_memory_of_a_draft_model_is_the_engines(kind, tensor, tmp_path):
+    cfg, limit = small("llama"), 1_000_000
+    layer = SMALL | dict(model_type="qwen3", num_hidden_layers=1)
+    config = DRAFTS[kind] | dict(speculators_model_type=kind, draft_vocab_size=256, transformer_layer_config=layer)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = options.EngineOptions(
+        max_model_len=256, tensor_parallel_size=tensor, dtype="f32", kv_cache_memory_bytes=limit, block_size=16,
+        speculative_config={"model": str(tmp_path)},
+    )  # fmt: skip
+    made = build.abstract_engine(cfg, given, jax.devices())
+    draft = made.programs.draft
+    planned, alone = held(cfg, None, tensor, dtype="f32", draft=draft), held(cfg, None, tensor, dtype="f32")
+    own = serve_memory.held_draft(draft, None, tensor, "f32")
+    assert (planned.weights, planned.per_token) == (alone.weights + own.weights, alone.per_token + own.per_token)
+    assert planned.weights == made.weight_bytes
+    page_bytes = planned.page * planned.per_token
+    assert made.pool_bytes == made.pages * page_bytes + planned.page * own.per_token
+    assert limit - page_bytes < made.pool_bytes <= limit
 
 
 def test_the_planned_share_of_a_device_is_the_engines():

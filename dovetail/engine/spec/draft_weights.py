@@ -10,7 +10,7 @@ from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.spec.config import DRAFT_TOKENS
-from dovetail.io.draft_folder import DraftCheckpoint, open_draft
+from dovetail.io.draft_folder import DraftCheckpoint, has_weights, open_draft
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
 
@@ -41,6 +41,15 @@ def open_draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftCheckpoint |
             param="speculative_config.num_speculative_tokens",
         )
     return opened
+
+
+def outline_draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftModel | None:
+    """Return the draft model of these options, of which its config.json suffices; None if they name none."""
+    config = options.speculative_config
+    if config is not None and config.has_weights and not has_weights(config.model):
+        options = replace(options, load_format="dummy")
+    opened = open_draft_of(options, cfg)
+    return opened.draft if opened else None
 
 
 def load_draft_of(

@@ -6,7 +6,8 @@ entry q - k of depth k, from h^{k-1} at the same place, which the token before c
     [h^0_q; h^1_{q-1}; ..; h^{K-1}_{q-K+1}]
 
 with h^0 the target's final norm's output and K the number of depths. To draft more than K tokens, the last depth runs
-on its own output.
+on its own output. A state that is not known is zero: after a prefix hit the first token lacks h^1 to h^{K-1}, the next
+one h^2 to h^{K-1}, and so on. Depth k then keeps the entries that are in the pages.
 
 T tokens of a call, S sequences, D the target's dim.
 """
@@ -115,10 +116,11 @@ class Mtp:
     ) -> tuple[Cache, jax.Array | None]:
         """Follow a call of the target (see `DraftModel.absorb`)."""
         assert carried is not None
-        states, entries = [tapped], []
+        states, entries, drop = [tapped], [], jnp.zeros_like(ctx.kv_lens)
         for k, before in enumerate(jnp.split(carried.feature, self.depth, axis=-1), start=1):
-            # without the feature before the first token, depth k lacks its input for k tokens
-            moved, index = shifted(ctx, len(tokens), jnp.where(carried.known, 0, k), by=k)
+            # without the state before the first token, a depth lacks its input for one token more than the depth above
+            drop = jnp.where(carried.known & _is_known(before), 0, drop + 1)
+            moved, index = shifted(ctx, len(tokens), drop, by=k)
             hidden = features_before(ctx, index, states[-1], before)
             hidden, entry = self._step(params, target, k - 1, tokens[index], hidden, moved, cache[k - 1])
             real = token_rows(moved, len(tokens))[2]
@@ -146,9 +148,10 @@ class Mtp:
             here = dataclasses.replace(ctx, kv_lens=ctx.kv_lens + j)
             outputs = {}
             for k in range(min(j, last), self.depth):
-                moved, index = shifted(here, len(tokens), jnp.zeros_like(ctx.kv_lens), by=k + 1)
+                known = _is_known(inputs[k])
+                moved, index = shifted(here, len(tokens), 1 - known, by=k + 1)
                 hidden, entries[k] = self._step(params, target, k, tokens[index], inputs[k][index], moved, entries[k])
-                outputs[k] = of_rows(moved, hidden)
+                outputs[k] = jnp.where(known[:, None], of_rows(moved, hidden), 0)
             tokens = pick(j, unembed(target.params, target.cfg, outputs[min(j, last)]))
             drafted.append(tokens)
             # each depth's output is the next one's input for the next token; the last one's, alone, is its own
@@ -165,6 +168,11 @@ class Mtp:
             embedding = jnp.where(positions[:, None] == 0, 0, embedding)
         hidden, entry, _ = mtp_step(params["mtp"][k], self.cfg, embedding, hidden, positions, ctx, entry)
         return hidden, entry
+
+
+def _is_known(states: jax.Array) -> jax.Array:
+    """Return whether each of the states [S, D] is known."""
+    return jnp.any(states != 0, axis=-1)
 
 
 def _renamed(leaf: ParamSpec, prefix: str, names: dict[str, str]) -> ParamSpec:
