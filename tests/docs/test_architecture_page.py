@@ -86,11 +86,11 @@ def test_import_tables_are_the_rules():
 def test_diagram_has_no_forbidden_arrow():
     diagram = re.search(r"```mermaid\n(.*?)```", section("Rooms"), re.DOTALL)
     assert diagram
-    names = {"rl": "tune/rl"}
+    names = {"rl": "tune/rl", "draft": "tune/draft"}
     for line in diagram[1].splitlines():
         if found := re.match(r"\s*(\w+)(?:\[.*?\])? --> (.*)", line):
             source = names.get(found[1], found[1])
-            allowed = ARROWS[source] | ({"tune/rl"} if source == "cli" else set())
+            allowed = ARROWS[source] | (set(names.values()) if source == "cli" else set())
             targets = {each.strip() for each in found[2].split("&")}
             assert {names.get(each, each) for each in targets} <= allowed, line
 
