@@ -25,6 +25,6 @@ def trace_step(params, cache, cfg, shape: Shape, compute, platform: str) -> jax.
     static = dict(cfg=cfg, shape=shape, compute=compute, platform=platform)
     last, tables, flat = ints(shape.rows + 1), ints(shape.rows + 1, shape.pages), ints(shape.size)
     if not shape.is_decode:
-        return run_prompts.trace(params, cache, tables, last, flat, **static)
+        return run_prompts.trace(params, cache, tables, last, flat, None, **static)
     state = DeviceState(cache, last, tables, ints(shape.rows, cfg.vocab))  # type: ignore[arg-type]
     return run_decode.trace(params, state, flat, asked(cfg.vocab, shape.rows), **static)

@@ -23,7 +23,7 @@ def test_the_names_are_those_of_the_rooms():
     assert (dt.LLM, dt.SamplingParams, dt.load, dt.pretrain) == (LLM, SamplingParams, load, pretrain)
     assert {"LLM", "SamplingParams", "load", "pretrain"} <= set(dir(dt))
     assert (Path(dt.__file__).parent / "py.typed").exists()
-    with pytest.raises(AttributeError, match="it has LLM, SamplingParams, distill, dpo, load"):
+    with pytest.raises(AttributeError, match="it has LLM, SamplingParams, distill, dpo, draft, load"):
         dt.nothing  # noqa: B018  # type: ignore[attr-defined]
 
 
