@@ -102,7 +102,8 @@ def record_trainings(monkeypatch: Any) -> list[tuple[Any, Path]]:
         started.append((settings, folder))
         return Ended(0, folder, settings.steps, {"loss": 1.0, "token_accuracy": 1.0})
 
-    places = ("tune.run.tune_settings", "tune.rl.rl.rl_settings", "tune.draft.draft.draft_settings")
+    # drafters first: their module imports tune_settings by name, and would keep the one that is set here
+    places = ("tune.draft.draft.draft_settings", "tune.run.tune_settings", "tune.rl.rl.rl_settings")
     for place in (*places, "train.pretrain.pretrain_settings"):
         monkeypatch.setattr(f"dovetail.{place}", run)
     return started
