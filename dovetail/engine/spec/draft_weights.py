@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dovetail.core.errors import CheckpointError
+from dovetail.core.errors import CheckpointError, UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
 from dovetail.engine.options import EngineOptions
@@ -32,6 +32,11 @@ def open_draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftCheckpoint |
     config = options.speculative_config
     if config is None or not config.has_weights:
         return None
+    if config.model is None:  # method mtp, with weights that no checkpoint is known of
+        raise UserError(
+            "`speculative_config.model` must name the checkpoint with the MTP layers, got none",
+            param="speculative_config.model",
+        )
     dummy, most = options.load_format == "dummy", config.num_speculative_tokens
     opened = open_draft(config.model, cfg, config.method, dummy)
     if most is not None and most > opened.draft.most:

@@ -19,7 +19,7 @@ from dovetail.core.reporter import Reporter
 from dovetail.core.types import Params
 from dovetail.data.example_rows import ExampleLoader
 from dovetail.io.draft_folder import save_draft
-from dovetail.io.load import config_of, load
+from dovetail.io.load import config_of, load, whole_folder
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.dflash import DFlash
@@ -90,7 +90,8 @@ def draft_settings(
         settings, folder, draft_objective, records=rows, settle=with_model, reporter=reporter, **how
     )  # fmt: skip
     if out and ended.code == 0 and jax.process_index() == 0:
-        shutil.copytree(folder / "export" / f"step_{ended.step}", out, dirs_exist_ok=True)
+        with whole_folder(Path(out)) as beside:
+            shutil.copytree(folder / "export" / f"step_{ended.step}", beside, dirs_exist_ok=True)
         reporter.line(f"the drafter is in {out}")
     return ended
 
