@@ -28,12 +28,14 @@ class Packed:
         platform: Where the call will run (None: jax's default); it chooses the attention kernel.
         placement: The mesh, if there are several devices.
         documents: An upper bound of the documents per row, if known; some kernels are faster with it.
+        image_ids: If given, the tokens of an image see each other in layers with a block mask (models.towers.vision).
     """
 
     segment_ids: jax.Array  # [B, T] int32; padding, of id 0, at a row's end
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
     documents: int | None = field(default=None, metadata={"static": True})
+    image_ids: jax.Array | None = None  # [B, T] int32: 1, 2, .. the items of a row; 0 for text
 
 
 @jax.tree_util.register_dataclass
@@ -51,9 +53,19 @@ class Paged:
     num_seqs: jax.Array  # [1] int32
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
+    last_seen: jax.Array | None = None  # [T] int32: the last position that a token sees in layers with a block mask
 
 
 Context = Packed | Paged
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Embeds:
+    """Hold embeddings that replace those of image tokens."""
+
+    features: jax.Array  # [M, width]: see models.towers.vision
+    index: jax.Array  # [B, T] or [T] int32: the row of `features` that replaces a token's embedding; -1: none
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from dovetail.core.errors import UserError
 from dovetail.models.attention import Attention
 from dovetail.models.latent import Latent
+from dovetail.models.towers.vision import Vision
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
 
@@ -86,6 +87,7 @@ class ModelConfig:
     per_layer_vocab: int = 0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    vision: Vision | None = None  # how it sees images; None: it does not
     source: str = "{}"  # the config.json it was read from
 
     def __hash__(self) -> int:
