@@ -1,6 +1,6 @@
 """Speculative decoding beside decoding without it: tokens per second, and tokens per step, in one process.
 
-On a CPU, n-gram and suffix drafts of a text to edit:   python benchmarks/speculation.py edit
+On a CPU, n-gram and suffix drafts of texts to edit:    python benchmarks/speculation.py edit
 On a CPU, a trained drafter on prompts of its kind:     python benchmarks/speculation.py edit --draft FOLDER \\
                                                            --data PROMPTS.jsonl
 On a GPU, drafts of a given acceptance (see Guess):    python benchmarks/speculation.py shape --model CONFIG_FOLDER
@@ -27,21 +27,25 @@ from dovetail.engine.spec.draft_length import DraftLength
 from dovetail.engine.spec.drafter import DeviceDrafter
 from dovetail.engine.spec.speculator import Speculator
 
-TEXT = """def area(width, height):
-    \"\"\"Return the area of a rectangle.\"\"\"
-    if width < 0 or height < 0:
-        raise ValueError("width and height must not be negative")
-    return width * height
-
-
-def volume(width, height, depth):
-    \"\"\"Return the volume of a box.\"\"\"
-    if width < 0 or height < 0 or depth < 0:
-        raise ValueError("width, height and depth must not be negative")
-    return width * height * depth
-"""
+TEXTS = (
+    "The harbour of Kelmar lies on the north coast of the island. Every morning the fishing boats leave before sunrise "
+    "and return at noon with herring and cod. The market opens when the first boat arrives. Visitors buy fresh bread, "
+    "smoked fish and wool from the farms in the hills. In the evening the lights of the lighthouse can be seen from "
+    "the mainland, twenty miles away.",
+    "The old library stands between the town hall and the river. It was built of grey stone two hundred years ago and "
+    "holds forty thousand books. On Mondays the reading room is open to children, who sit on the carpet and listen to "
+    "stories. On the other days students work at the long tables. The librarian closes the heavy door at eight and "
+    "feeds the cat that lives in the cellar.",
+)
+EDITS = {  # what is asked, and a mistake to be made in the text first
+    "rename": ("Write the following text again, but replace {0!r} by {1!r}. Keep everything else.", ()),
+    "correct": (
+        "Correct the spelling of the following text and write out the whole text again. Change nothing else.",
+        (("morning", "mornnig"), ("fresh", "frech"), ("carpet", "carpett"), ("heavy", "hevy")),
+    ),
+}
+NAMES = (("Kelmar", "Torvik"), ("river", "canal"))
 TOKEN = 5
-QUESTION = f"Repeat this program, word by word:\n\n{TEXT}"
 
 
 class Guess:
@@ -89,7 +93,7 @@ def rate(llm: LLM, prompts, params, turns: int) -> tuple[float, float, list]:
 
 
 def edit(args) -> None:
-    """Answer prompts one by one, without and with each drafter: the question, or the last prompts of a file."""
+    """Answer prompts one by one, without and with each drafter: edits of texts, or the last prompts of a file."""
     params = SamplingParams(temperature=args.temperature, seed=0, max_tokens=args.tokens)
     methods = {
         "ngram": {"method": "ngram"},
@@ -114,7 +118,8 @@ def edit(args) -> None:
                 if turn:
                     seconds[name] += took
                     steps[name] += llm.engine.stats().steps - before
-    print(tokenizer.decode(outputs["none", tuple(prompts[0])][0].outputs[0].token_ids))
+    for prompt in prompts[:2]:
+        print(tokenizer.decode(outputs["none", tuple(prompt)][0].outputs[0].token_ids))
     count = args.turns * sum(len(outputs["none", tuple(prompt)][0].outputs[0].token_ids) for prompt in prompts)
     for name in engines:
         same = all(
@@ -129,9 +134,21 @@ def edit(args) -> None:
 
 def _questions(args) -> list[list[dict]]:
     if not args.data:
-        return [[{"role": "user", "content": QUESTION}]]
+        return [[{"role": "user", "content": question}] for question, _ in edits()]
     with open(args.data) as file:
         return [json.loads(line)["messages"] for line in file][-args.prompts :]
+
+
+def edits() -> list[tuple[str, str]]:
+    """Return questions that ask for an edit of a text, each with the text."""
+    found = []
+    for text, names in zip(TEXTS, NAMES, strict=True):
+        for asked, mistakes in EDITS.values():
+            given = text
+            for right, wrong in mistakes:
+                given = given.replace(right, wrong)
+            found.append((f"{asked.format(*names)}\n\n{given}", text))
+    return found
 
 
 def shape(args) -> None:
@@ -222,14 +239,13 @@ def rl_run(args, speculation: dict, place: Path) -> tuple[list[dict], list[str]]
     """Return the metrics of the steps of a run, and its completions."""
     from dovetail.tune.rl.rl import rl
 
-    texts = TEXT.strip().split("\n\n\n")
-    data = [{"prompt": [{"role": "user", "content": f"Repeat this program, word by word:\n\n{text}"}], "text": text}
-            for text in texts]  # fmt: skip
+    data = [{"prompt": [{"role": "user", "content": question}], "text": text} for question, text in edits()]
     rl(
         model=args.model, data=data, rewards=[repeated], run_dir=place, show=False, show_every=0, prompts=1,
-        num_generations=args.generations, max_prompt_length=128, max_completion_length=args.tokens, steps=args.steps,
+        num_generations=args.generations, max_prompt_length=192, max_completion_length=args.tokens, steps=args.steps,
         lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}, checkpoint={"every": 0}, optimizer={"lr": 1e-5},
-        precision={"compute": "f32"}, speculation=speculation,
+        precision={"compute": args.compute}, speculation=speculation,
+        sampling={"temperature": args.temperature},
     )  # fmt: skip
     files = (place / name for name in ("metrics.jsonl", "completions.jsonl"))
     steps, completions = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
@@ -250,6 +266,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="rl: steps of a run")
+    parser.add_argument("--compute", default="f32", help="rl: the precision of products")
     parser.add_argument("--generations", type=int, default=4, help="rl: completions of a prompt")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
@@ -257,8 +274,10 @@ def main() -> None:
     parser.add_argument("--draft", nargs="+", default=[], help="draft models: folders")
     parser.add_argument("--data", help="a .jsonl file with messages, of which the last --prompts are answered")
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, help="by default 0, and 0.3 for rl: a policy that has learnt")
     args = parser.parse_args()
+    if args.temperature is None:
+        args.temperature = 0.3 if args.what == "rl" else 0.0
     args.drafts = args.drafts or (None if args.what == "edit" else 7)
     {"edit": edit, "shape": shape, "draft": draft, "rl": rl}[args.what](args)
 
