@@ -171,7 +171,10 @@ def read_siglip(f: Fields, defaults: Mapping[str, Any]) -> Siglip:
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
     layers, dim, heads, width = (f.get(key, defaults[key]) for key in sizes)
     if dim % heads:
-        raise UserError(f"{f.where}: hidden_size={dim} is not a multiple of num_attention_heads={heads}")
+        raise UserError(
+            f"{f.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}",
+            param="num_attention_heads",
+        )
     act = read_glu(f, "hidden_act", "gelu_pytorch_tanh").kind
     encoder = Encoder(layers, dim, heads, width, f.get("layer_norm_eps", 1e-6), act)
     return Siglip(encoder, *(f.get(key, defaults[key]) for key in ("image_size", "patch_size")))
