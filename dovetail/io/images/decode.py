@@ -121,7 +121,7 @@ def _upright(image: Image.Image) -> Image.Image:
         8: Transpose.ROTATE_90,
     }
     try:
-        turn = turns.get(image.getexif().get(_ORIENTATION))
+        turn = turns.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # damaged metadata of a picture that is fine
         turn = None
     if turn is None:
