@@ -264,12 +264,13 @@ def arithmetic(one: Any) -> list[str]:
 
 
 def _products(one: Any) -> list[str]:
-    from dovetail.plan.flops import forward_flops, recomputed
+    from dovetail.plan.flops import forward_flops, mean_keys, recomputed
     from dovetail.plan.train_time import peak, product_flops
 
     cfg, settings, plan = one.cfg, one.settings, one.plan
     weights, length = forward_flops(cfg), settings.length
-    attention = forward_flops(cfg, length // 2) - weights
+    keys = mean_keys(cfg, length)
+    attention = forward_flops(cfg, keys) - weights
     again, whole = recomputed(cfg, length, plan.remat), product_flops(cfg, settings, plan)
     tokens = plan.rows * length // plan.mesh.context
     last = ""
@@ -279,7 +280,7 @@ def _products(one: Any) -> list[str]:
     return [
         f"tokens of a device per microstep = {plan.rows} x {length:,} / context {plan.mesh.context} = {tokens:,}",
         f"FLOPs of a token = 3 x (2 x {weights / 2e9:.4g}B active weights + {attention / 1e9:.3g}B in attention over "
-        f"{length // 2:,} keys on average) + {again / 1e9:.3g}B again (remat {plan.remat}) = "
+        f"{keys:,} keys on average) + {again / 1e9:.3g}B again (remat {plan.remat}) = "
         f"{(3 * (weights + attention) + again) / 1e9:.4g}B{last}",
         f"products = {tokens:,} tokens x {plan.microsteps} microsteps x FLOPs / tensor {plan.mesh.tensor} = "
         f"{whole:.3g} FLOPs / {peak(one.chip, settings) / 1e12:.4g} TFLOP/s = "

@@ -22,18 +22,20 @@ RATIO = (3 / 4, 4 / 3)  # of a random crop's width to its height
 ATTEMPTS = 10  # to find a crop inside of the image; then all of it is used
 EVALUATED = 256 / 224  # an image is evaluated on the middle of this many times the size
 GREY = (128, 128, 128)  # where an operation moves the image away
+ORIENTATION = 0x0112  # the tag of EXIF
 Box = tuple[float, float, float, float]  # left, upper, right, lower
 
 
 def open_image(raw: bytes | np.ndarray, where: str) -> Image:
     """Return an image from the bytes of a file, or from an array [H, W], [H, W, 1] or [H, W, 3] of uint8."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     if isinstance(raw, np.ndarray):
         return Image.fromarray(raw[..., 0] if raw.ndim == 3 and raw.shape[-1] == 1 else raw).convert("RGB")
     try:
-        return Image.open(io.BytesIO(raw))
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError):
+        image = Image.open(io.BytesIO(raw))
+        return image if image.getexif().get(ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError):
         raise FileError(f"{where} is not a readable image: replace or remove it") from None
 
 

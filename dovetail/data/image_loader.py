@@ -68,9 +68,7 @@ class ImageLoader:
         rows = [self._row(position) for position in range(first, first + share)]
         images, labels, weights, texts = zip(*rows, strict=True)
         columns = {} if self.encode is None else {"text": np.stack(texts)}
-        return ImageBatch(
-            np.stack(images), np.asarray(labels, np.int32), np.asarray(weights, np.float32), columns
-        )  # type: ignore[arg-type]
+        return ImageBatch(np.stack(images), np.asarray(labels, np.int32), np.asarray(weights, np.float32), columns)  # type: ignore[arg-type]
 
     def _row(self, position: int) -> tuple[np.ndarray, int, float, np.ndarray | None]:
         """Return (image, label, weight, tokens) at a position of the endless list of images."""
@@ -145,7 +143,8 @@ def open_image_data(
     source = open_images(data.path, data)
     if encode is not None and source.texts is None and (source.labels < 0).any():
         raise RecipeError(
-            f"{source.name} has neither captions nor classes to make them from: set data.text_key", param="data.text_key"
+            f"{source.name} has neither captions nor classes to make them from: set data.text_key",
+            param="data.text_key",
         )
     held = split(len(source), data.held_out)
     hosts: dict[str, Any] = dict(host_index=host_index, host_count=host_count)

@@ -24,9 +24,7 @@ class Augment:
             param="crop_area",
         )
         not_negative(self, "randaugment")
-        require(
-            0 <= self.magnitude <= 10, f"magnitude must be from 0 to 10; got {self.magnitude}", param="magnitude"
-        )
+        require(0 <= self.magnitude <= 10, f"magnitude must be from 0 to 10; got {self.magnitude}", param="magnitude")
 
 
 @dataclass(frozen=True)

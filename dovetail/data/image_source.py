@@ -127,7 +127,9 @@ def _parquet(name: str, files: list[Path], data: ImageData) -> ImageSource:
     schema = pq.read_schema(files[0])
     if data.image_key not in schema.names:
         names = ", ".join(schema.names)
-        raise UserError(f"{name} has no column {data.image_key!r}, it has {names}: set data.image_key", param="image_key")
+        raise UserError(
+            f"{name} has no column {data.image_key!r}, it has {names}: set data.image_key", param="image_key"
+        )
     wanted = [key for key in (data.image_key, data.label_key, data.text_key) if key in schema.names]
     table = pa.concat_tables([pq.read_table(file, columns=wanted) for file in files])
     images = table.column(data.image_key)

@@ -132,8 +132,8 @@ def _group(cfg: ModelConfig) -> float:
 
 
 def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> int:
-    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 for a reward model."""
-    if cfg.scored:
+    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 for a model without logits of tokens."""
+    if cfg.scored or cfg.images:
         return 0
     vocab = cfg.vocab // (tensor if cfg.vocab % tensor == 0 else 1)
     itemsize = BYTES[settings.precision.logits or settings.precision.compute]
@@ -219,7 +219,8 @@ def shapes_of(cfg: ModelConfig, mtp: int, adapter: Any) -> Counter[Shape]:
 @functools.lru_cache(maxsize=64)
 def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
     """Return the weights of one layer of each kind."""
-    layers = spec(cfg)["layers"]
+    specs = spec(cfg)
+    layers = (*specs["vision"]["layers"], *specs.get("text", {}).get("layers", ())) if cfg.images else specs["layers"]
     one_each = {layer: i for i, layer in enumerate(cfg.layers)}.values()
     return [[(leaf.shape, leaf.axes) for _, leaf in leaves(layers[i])] for i in one_each]
 
