@@ -92,7 +92,7 @@ def _resized(image: Image, box: Box, size: int, where: str) -> Image:
     return whole.resize((size, size), Image.Resampling.BILINEAR, (box[0] * x, box[1] * y, box[2] * x, box[3] * y))
 
 
-# --- RandAugment: each operation takes (image, strength from 0 to 1, generator) ----------------------------------------
+# --- RandAugment: each operation takes (image, strength from 0 to 1, generator) ---------------------------------------
 
 Operation = Callable[["Image", float, np.random.Generator], "Image"]
 

@@ -114,8 +114,8 @@ class ImageLoader:
         return 1
 
     def notes(self, step: int) -> Mapping[str, float]:
-        """Return no metrics of the batch itself."""
-        return {}
+        """Return the number of images of the batch."""
+        return {"images": self.batch_size}
 
 
 def open_image_data(
@@ -162,3 +162,9 @@ def open_image_data(
 def split(count: int, share: float) -> np.ndarray:
     """Return [count] whether each image is held out, by a hash of its number: images added later do not change it."""
     return ranks(count, _HELD_OUT) < np.uint64(int(share * 2**64)) if share else np.zeros(count, bool)
+
+
+def count_images(data: ImageData) -> int:
+    """Return the number of training images."""
+    source = open_images(data.path, data)
+    return int((~split(len(source), data.held_out)).sum())

@@ -132,7 +132,7 @@ def _group(cfg: ModelConfig) -> float:
 
 
 def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> int:
-    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 for a model without logits of tokens."""
+    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 without logits of tokens."""
     if cfg.scored or cfg.images:
         return 0
     vocab = cfg.vocab // (tensor if cfg.vocab % tensor == 0 else 1)

@@ -118,7 +118,9 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         notes = [f"best {best:.4f} at {best_at:,}"] if best < run.held_out[-1][1] else []
         notes = [run.held_out_of, *notes] if run.held_out_of else notes
         rows.append(("held-out loss", f"{run.held_out[-1][1]:.4f}" + (f" ({'; '.join(notes)})" if notes else "")))
-    if (rate := run.typical("tokens_per_second")) is not None:
+    if (rate := run.typical("images_per_second")) is not None:
+        rows.append(("speed", f"{format_count(rate)} img/s"))
+    elif (rate := run.typical("tokens_per_second")) is not None:
         rows.append(("speed", f"{format_count(rate)} tok/s"))
     rows += _step_rows(run)
     causal, full = run.typical("mfu_causal"), run.typical("mfu_full")
