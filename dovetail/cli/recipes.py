@@ -113,17 +113,17 @@ def _sizes(name: str, training: str) -> dict[str, Any]:
     return {
         "parameters": num_params(spec(cfg)),
         "active": int(matmul_flops(spec(cfg)) / 2) if num_experts(cfg) > 1 else 0,
-        "run": _run_length(settings),
+        "run": _run_length(planned if training == "pretrain" else settings),
         "rows": f"{planned.batch} x {planned.length}",
         "chips": {chip: smallest(cfg, planned, KNOWN[chip]) for chip in FITS_ON},
     }
 
 
 def _run_length(settings) -> str:
-    """Return how long a recipe trains: tokens for pretraining on text, else steps or epochs."""
+    """Return how long a recipe trains: tokens (or patches) for pretraining, else steps or epochs."""
     if getattr(settings, "epochs", 0):
         return f"{settings.epochs:g} epoch" + ("s" if settings.epochs != 1 else "")
-    if hasattr(settings, "epochs"):
+    if hasattr(settings, "epochs") and not hasattr(settings, "objective"):
         return f"{settings.steps} steps"
     return format_count(settings.total_steps * settings.tokens_per_step)
 
