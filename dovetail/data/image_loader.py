@@ -102,6 +102,10 @@ class ImageLoader:
         threads = 1 if self.data.workers else min(16, cores)
         found: Any = steps.to_iter_dataset(grain.ReadOptions(threads, max(AHEAD, threads)))
         if self.data.workers:
+            from absl import flags
+
+            if not flags.FLAGS.is_parsed():  # Grain reads absl's flags, which only a program of absl parses
+                flags.FLAGS.mark_as_parsed()
             found = found.mp_prefetch(grain.MultiprocessingOptions(self.data.workers, 2))
         found = iter(found)
         try:

@@ -220,9 +220,11 @@ def shapes_of(cfg: ModelConfig, mtp: int, adapter: Any) -> Counter[Shape]:
 def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
     """Return the weights of one layer of each kind."""
     specs = spec(cfg)
-    layers = (*specs["vision"]["layers"], *specs.get("text", {}).get("layers", ())) if cfg.images else specs["layers"]
-    one_each = {layer: i for i, layer in enumerate(cfg.layers)}.values()
-    return [[(leaf.shape, leaf.axes) for _, leaf in leaves(layers[i])] for i in one_each]
+    if cfg.images:
+        kinds = [specs[tower]["layers"][0] for tower in ("vision", "text") if tower in specs]
+    else:
+        kinds = [specs["layers"][i] for i in {layer: i for i, layer in enumerate(cfg.layers)}.values()]
+    return [[(leaf.shape, leaf.axes) for _, leaf in leaves(kind)] for kind in kinds]
 
 
 def mtp_layers(cfg: ModelConfig, settings: Training) -> int:

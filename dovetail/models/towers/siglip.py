@@ -90,7 +90,7 @@ class Siglip:
 
 
 def patch_spec(dim: int, patch_size: int, name: str) -> ParamSpec:
-    """Return the weight [D, C] of patches (row, column, channel), stored as a convolution's [D, channel, row, column]."""
+    """Return the weight [D, C] of patches (row, column, channel), stored as a convolution's [D, channel, row, col]."""
     area = patch_size**2
     stored = Stored((name,), (dim, CHANNELS, patch_size, patch_size), view=(dim, CHANNELS, area), transposed=True)
     return ParamSpec((dim, area * CHANNELS), ("embed", None), stored)
