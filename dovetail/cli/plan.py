@@ -129,7 +129,8 @@ def train(
     region, accelerator = checked_region(price, spot, region), parse(on)
     settings = _settings(what, overrides or [], accelerator, batch, seq, tokens, remat)
     cfg = outline_of(settings.model)[0]
-    check_pretrain(settings.loss, cfg) if is_recipe(what) else check_causal(cfg)
+    if not cfg.images:
+        check_pretrain(settings.loss, cfg) if is_recipe(what) else check_causal(cfg)
     prices = Prices(rate(accelerator.chip, False, region, price), rate(accelerator.chip, True, region, price))
     known = fractions(accelerator.chip.name if accelerator.chip else "CPU")
     plans = plan_training(cfg, settings, accelerator, prices=prices, known=known)

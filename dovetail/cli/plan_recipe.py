@@ -30,12 +30,14 @@ def settings_of(what: str, overrides: list[str], tokens: int = 0, batch: int = 0
     """Return a recipe's settings with these values in place of its own; for a model, plain training settings."""
     from dovetail.core import recipe
     from dovetail.core.training import DERIVED, Training
-    from dovetail.train.settings import Pretrain
+    from dovetail.train.pretrain import pretrain_class
 
     given = [f"{name}={value}" for name, value in (("tokens", tokens), ("batch", batch), ("length", length)) if value]
     words = [*given, *without_warmup(overrides), *overrides]
     if is_recipe(what):
-        return recipe.load(what, words, Pretrain)
+        settings = recipe.load(what, words, pretrain_class(what, words))
+        is_image = hasattr(settings, "for_model")
+        return settings.for_model(outline_of(settings.model)[0]) if is_image else settings
     cfg = outline_of(what)[0]
     whole: dict[str, Any] = {"model": what, "batch": batch or BATCH, "length": length or min(LENGTH, cfg.max_len)}
     whole |= {"tokens": tokens or usual_tokens(cfg)}

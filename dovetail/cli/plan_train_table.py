@@ -55,7 +55,7 @@ def answer(plans: list[Any], spot: bool, whose: str) -> list[str]:
     return [
         f"fits: {_plans(len(plans))} on {best.accelerator.name}; fastest: {mesh_text(best.plan.mesh)}, remat "
         f"{best.plan.remat}, {held:.1f} of {limit:.1f} GiB each",
-        f"step: {span((best.time.lower, best.time.upper))} s, {span(best.tokens_per_second)} tok/s, MFU {mfu}%",
+        f"step: {span((best.time.lower, best.time.upper))} s, {_rate(best)} {_rate_unit(best)}, MFU {mfu}%",
         f"run:  {_tokens(best)}{f' ({whose})' if whose else ''}: {time} {unit}, {_paid(best, spot)}",
     ]
 
@@ -75,6 +75,8 @@ def _paid(one: Any, spot: bool) -> str:
 
 def _tokens(one: Any) -> str:
     settings = one.settings
+    if one.cfg.images:
+        return f"{format_count(settings.total_steps * settings.batch)} images"
     return f"{format_count(settings.tokens or settings.total_steps * settings.tokens_per_step)} tokens"
 
 
@@ -95,7 +97,7 @@ def head(what: str, best: Any, spot: bool) -> list[str]:
     price = best.prices.spot if spot else best.prices.on_demand
     lines = [
         best.accelerator.explain(),
-        f"{what}: {many} weights, {settings.batch:,} rows of {settings.length:,} tokens per step "
+        f"{what}: {many} weights, {settings.batch:,} {_rows(best)} per step "
         f"({_short(settings.tokens_per_step)}), {settings.optimizer.name}, computed in {settings.precision.compute}",
         "bounds: at peak rates with full overlap - at usual rates without overlap",
         price.says,
@@ -105,6 +107,22 @@ def head(what: str, best: Any, spot: bool) -> list[str]:
     if chip.provisional:
         lines.append(f"the figures of {chip.name} are provisional: {chip.source}")
     return lines
+
+
+def _rows(one: Any) -> str:
+    length = one.settings.length
+    return f"images of {length:,} patches" if one.cfg.images else f"rows of {length:,} tokens"
+
+
+def _rate(one: Any) -> str:
+    """Return the rate as text: tokens, or images of a model of images."""
+    low, high = one.tokens_per_second
+    row = one.settings.length if one.cfg.images else 1
+    return span((low / row, high / row))
+
+
+def _rate_unit(one: Any) -> str:
+    return "img/s" if one.cfg.images else "tok/s"
 
 
 def _columns(spot: bool, plans: list[Any]) -> list[tuple[str, Any]]:
@@ -120,7 +138,7 @@ def _columns(spot: bool, plans: list[Any]) -> list[tuple[str, Any]]:
         ("step\ns", lambda one: span((one.time.lower, one.time.upper))),
         ("bound by", lambda one: one.time.bound_by),
         ("MFU\n%", lambda one: "{:.0f} - {:.0f}".format(*(100 * share for share in one.mfu))),
-        ("tok/s", lambda one: span(one.tokens_per_second)),
+        (_rate_unit(plans[0]), _rate),
         (unit, lambda one: span((one.seconds[0] / seconds, one.seconds[1] / seconds))),
         ("$ spot" if spot else "$", lambda one: _dollars(one, spot)),
     ]
@@ -264,12 +282,13 @@ def arithmetic(one: Any) -> list[str]:
 
 
 def _products(one: Any) -> list[str]:
-    from dovetail.plan.flops import forward_flops, recomputed
+    from dovetail.plan.flops import forward_flops, mean_keys, recomputed
     from dovetail.plan.train_time import peak, product_flops
 
     cfg, settings, plan = one.cfg, one.settings, one.plan
     weights, length = forward_flops(cfg), settings.length
-    attention = forward_flops(cfg, length // 2) - weights
+    keys = mean_keys(cfg, length)
+    attention = forward_flops(cfg, keys) - weights
     again, whole = recomputed(cfg, length, plan.remat), product_flops(cfg, settings, plan)
     tokens = plan.rows * length // plan.mesh.context
     last = ""
@@ -279,7 +298,7 @@ def _products(one: Any) -> list[str]:
     return [
         f"tokens of a device per microstep = {plan.rows} x {length:,} / context {plan.mesh.context} = {tokens:,}",
         f"FLOPs of a token = 3 x (2 x {weights / 2e9:.4g}B active weights + {attention / 1e9:.3g}B in attention over "
-        f"{length // 2:,} keys on average) + {again / 1e9:.3g}B again (remat {plan.remat}) = "
+        f"{keys:,} keys on average) + {again / 1e9:.3g}B again (remat {plan.remat}) = "
         f"{(3 * (weights + attention) + again) / 1e9:.4g}B{last}",
         f"products = {tokens:,} tokens x {plan.microsteps} microsteps x FLOPs / tensor {plan.mesh.tensor} = "
         f"{whole:.3g} FLOPs / {peak(one.chip, settings) / 1e12:.4g} TFLOP/s = "

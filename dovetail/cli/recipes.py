@@ -45,7 +45,7 @@ def recipes(
     if check:
         from dovetail.cli.train import read_settings, settings_class
 
-        read_settings(settings_class(training), name, overrides or [])
+        read_settings(settings_class(training, name, overrides or []), name, overrides or [])
         return
     show(console, name, overrides or [], chip, devices, slices, training)
 
@@ -107,23 +107,23 @@ def _sizes(name: str, training: str) -> dict[str, Any]:
     from dovetail.plan.plans import num_experts
     from dovetail.plan.refusal import smallest
 
-    settings = recipe.load(name, (), settings_class(training))
+    settings = recipe.load(name, (), settings_class(training, name))
     cfg = _model_of(settings)
     planned = _planned(settings, training)
     return {
         "parameters": num_params(spec(cfg)),
         "active": int(matmul_flops(text_spec(cfg)) / 2) if num_experts(cfg) > 1 else 0,
-        "run": _run_length(settings),
+        "run": _run_length(planned if training == "pretrain" else settings),
         "rows": f"{planned.batch} x {planned.length}",
         "chips": {chip: smallest(cfg, planned, KNOWN[chip]) for chip in FITS_ON},
     }
 
 
 def _run_length(settings) -> str:
-    """Return how long a recipe trains: tokens for pretraining, else steps or epochs."""
+    """Return how long a recipe trains: tokens (or patches) for pretraining, else steps or epochs."""
     if getattr(settings, "epochs", 0):
         return f"{settings.epochs:g} epoch" + ("s" if settings.epochs != 1 else "")
-    if hasattr(settings, "epochs"):
+    if hasattr(settings, "epochs") and not hasattr(settings, "objective"):
         return f"{settings.steps} steps"
     return format_count(settings.total_steps * settings.tokens_per_step)
 
@@ -137,7 +137,7 @@ def show(console, name: str, overrides: list[str], chip: str, devices: int, slic
     from dovetail.core.chips import chip_named
     from dovetail.plan.derive import derive
 
-    settings = recipe.load(name, overrides, settings_class(training))
+    settings = recipe.load(name, overrides, settings_class(training, name, overrides))
     kind = None if chip.lower() == "cpu" else chip_named(chip)
     console.print(Syntax(recipe.find(name).read_text().rstrip(), "yaml", background_color="default", word_wrap=True))
     if overrides:
@@ -151,9 +151,9 @@ def show(console, name: str, overrides: list[str], chip: str, devices: int, slic
 
 
 def _planned(settings, training: str, devices: int = 1):
-    """Return the settings with what the planner needs: the rows of RL, a teacher's config."""
+    """Return the settings with what the planner needs: the rows of RL, a teacher's config, an image's patches."""
     if training == "pretrain":
-        return settings
+        return settings.for_model(_model_of(settings)) if hasattr(settings, "for_model") else settings
     from dovetail.tune.policy import with_teacher_cfg
 
     return with_teacher_cfg(settings.filled(devices) if training == "rl" else settings)
@@ -162,9 +162,10 @@ def _planned(settings, training: str, devices: int = 1):
 def _checked(cfg, settings, training: str, hbm: int | None) -> dict[str, int]:
     """Refuse a model that the recipe cannot train; return the bytes of other things on the device."""
     if training == "pretrain":
-        from dovetail.train.settings import check_pretrain
+        from dovetail.train.settings import Pretrain, check_pretrain
 
-        check_pretrain(settings.loss, cfg)
+        if isinstance(settings, Pretrain):  # _planned has checked a model of images
+            check_pretrain(settings.loss, cfg)
         return {}
     from dovetail.tune.policy import beside_adapters, check_model
 

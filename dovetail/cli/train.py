@@ -48,7 +48,7 @@ def _command(name: str, help: str) -> Callable[..., None]:
         found, words = _words(name, recipe, overrides, model, data)
         words += [f"checkpoint.export_hf={export_hf}"] if export_hf else []
         if show_config:
-            cls = settings_class(name)
+            cls = settings_class(name, found, words)
             print_config(cls, read_settings(cls, found, words) if found or words else None)
             return
         from dovetail.core.host import process_age
@@ -120,18 +120,27 @@ def _words(name: str, recipe: str | None, overrides: list[str] | None, model: st
     if recipe and "=" in recipe and not Path(recipe).is_file():
         recipe, words = None, [recipe, *words]
     words += [f"model={model}"] if model else []
+    found = "" if recipe in (None, NO_RECIPE) else recipe
     if data:
-        words.append(f"data.sources=[{{path: {data}}}]" if name == "pretrain" else f"data.path={data}")
-    return "" if recipe in (None, NO_RECIPE) else recipe, words
+        has_sources = name == "pretrain" and "sources" in _fields_of_data(found, words)
+        words.append(f"data.sources=[{{path: {data}}}]" if has_sources else f"data.path={data}")
+    return found, words
 
 
-def settings_class(training: str) -> Any:
-    """Return the settings class of a kind of training."""
+def _fields_of_data(recipe: str, words: list[str]) -> list[str]:
+    """Return the keys of the `data` section of pretraining, which depend on whether it is on text or on images."""
+    from typing import get_type_hints
+
+    return list(get_type_hints(get_type_hints(settings_class("pretrain", recipe, words))["data"]))
+
+
+def settings_class(training: str, recipe: str = "", overrides: list[str] | tuple[str, ...] = ()) -> Any:
+    """Return the settings class of a kind of training; that of pretraining depends on the recipe and its overrides."""
     from dovetail.core.choice import one_of
     from dovetail.core.recipe import TRAININGS
 
     one_of("--training", training, TRAININGS)
-    return _kind(training)[0]
+    return _kind(training, recipe, overrides)[0]
 
 
 def read_settings(cls: Any, recipe: str, overrides: list[str]) -> Any:
@@ -141,13 +150,12 @@ def read_settings(cls: Any, recipe: str, overrides: list[str]) -> Any:
     return recipes.create(cls, overrides) if recipe in ("", NO_RECIPE) else recipes.load(recipe, overrides, cls)
 
 
-def _kind(name: str) -> tuple[Any, Any]:
+def _kind(name: str, recipe: str = "", overrides: list[str] | tuple[str, ...] = ()) -> tuple[Any, Any]:
     """Return the settings class of a training and the function that runs it."""
     if name == "pretrain":
-        from dovetail.train.pretrain import pretrain_settings
-        from dovetail.train.settings import Pretrain
+        from dovetail.train.pretrain import pretrain_class, pretrain_settings
 
-        return Pretrain, pretrain_settings
+        return pretrain_class("" if recipe == NO_RECIPE else recipe, overrides), pretrain_settings
     if name == "rl":
         from dovetail.tune.rl.rl import rl_settings
         from dovetail.tune.rl.settings import Rl
@@ -199,7 +207,7 @@ def run(
     since = time.monotonic() - age
     reporter = Reporter(show)
     with Stop(ends_process=True) as stop:
-        cls, train = _kind(name)
+        cls, train = _kind(name, recipe, overrides)
         settings = read_settings(cls, recipe, overrides)
         folder = Path(run_dir) if run_dir else run_folder(recipe or settings.model, name)
         ended = train(settings, folder, stop=stop, since=since, reporter=reporter, **more)

@@ -156,8 +156,26 @@ def _init_leaf(
     elif kind.startswith("uniform:"):  # between minus and plus the number after the colon
         bound = float(kind.partition(":")[2])
         leaf = jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    elif kind.startswith("normal:"):  # with the standard deviation after the colon
+        leaf = (jax.random.normal(key, shape, jnp.float32) * float(kind.partition(":")[2])).astype(dtype)
     elif kind.startswith("constant:"):
         leaf = jnp.full(shape, float(kind.partition(":")[2]), dtype)
+    elif kind == "sincos2d":
+        leaf = sincos2d(*shape).astype(dtype)
     else:
         leaf = {"zeros": jnp.zeros, "ones": jnp.ones}[kind](shape, dtype)
     return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def sincos2d(patches: int, dim: int) -> jax.Array:
+    """Return the positions [patches, dim] of a square of patches, row by row.
+
+    A quarter of the numbers each is the sine and the cosine of the column, and of the row, at dim / 4 frequencies from
+    1 to 1/10,000.
+    """
+    side, count = math.isqrt(patches), dim // 4
+    assert side**2 == patches and dim % 4 == 0, (patches, dim)
+    frequencies = 1 / 10_000 ** (jnp.arange(count) / max(1, count - 1))
+    rows, columns = jnp.divmod(jnp.arange(patches), side)
+    angles = [axis[:, None] * frequencies for axis in (columns, rows)]
+    return jnp.concatenate([turn(angle) for angle in angles for turn in (jnp.sin, jnp.cos)], axis=1)

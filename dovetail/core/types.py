@@ -111,3 +111,23 @@ class Batch:
     segment_ids: jax.Array  # [B, T] int32: 1, 2, .. the documents of a row; 0 is padding
     loss_mask: jax.Array  # [B, T] f32: what the target weighs, 0 or more: 0 in padding and at a document's end
     columns: dict[str, jax.Array] = field(default_factory=dict)  # what an objective needs besides, by name: see Column
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ImageBatch:
+    """Hold images to train on, with their classes or captions.
+
+    As in `Batch`, every array has the rows first, `loss_mask` weighs them, and `columns` holds what an objective needs
+    besides.
+    """
+
+    images: jax.Array  # [B, H, W, 3] uint8
+    labels: jax.Array  # [B] int32; -1: no class
+    loss_mask: jax.Array  # [B] f32: 0 for padding
+    columns: dict[str, jax.Array] = field(default_factory=dict)
+
+
+def num_rows(batch: Batch | ImageBatch) -> int:
+    """Return the number of rows of a batch."""
+    return batch.loss_mask.shape[0]

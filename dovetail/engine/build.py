@@ -69,6 +69,8 @@ def compute_for(options: EngineOptions, params: Params) -> Compute:
 
 def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
     """Raise UserError for options that do not fit this model; called before its weights are read."""
+    if cfg.images is not None:
+        raise UserError("a model of images alone cannot be served: use a language model", param="model")
     page_size_for(options, _max_len(cfg, options.max_model_len))
     check_adapters(cfg, options)
     open_draft_of(options, cfg)

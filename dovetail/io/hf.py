@@ -223,10 +223,15 @@ def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterat
 
 def stored_bytes(cfg: ModelConfig, params: Params) -> int:
     """Return the bytes that `write_tensors` yields for these weights."""
-    mtp, dtype = "mtp" in params, params["embed"].dtype
+    mtp, dtype = "mtp" in params, weights_dtype(params)
     table = name_table(cfg, mtp)
     copied = (table[name][0].spec.size for name in _copies(cfg, mtp).values())
     return num_bytes(_specs(cfg, mtp), dtype) + sum(copied) * dtype.itemsize
+
+
+def weights_dtype(params: Params) -> np.dtype:
+    """Return the dtype of the weights: that of the embedding, or of a model of images' tower."""
+    return (params["embed"] if "embed" in params else params["vision"]["patch"]).dtype
 
 
 def has_mtp(source: TensorSource) -> bool:

@@ -29,7 +29,7 @@ from dovetail.core.reporter import Progress
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
 from dovetail.core.units import format_bytes, format_count
-from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
+from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, weights_dtype, write_tensors
 from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class Model:
     @property
     def dtype(self) -> np.dtype:
         """Return the dtype of the weights."""
-        return self.params["embed"].dtype
+        return weights_dtype(self.params)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Return the logits [T, vocab] f32 of one sequence, for inspection rather than speed."""
@@ -191,7 +191,7 @@ def save(
 ) -> None:
     """Write a folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
     with whole_folder(Path(dst)) as folder:
-        dtype = params["embed"].dtype
+        dtype = weights_dtype(params)
         hf = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
         if "mtp" in params:  # tells readers of the folder that layers follow the last

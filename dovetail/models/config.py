@@ -17,6 +17,8 @@ from typing import Any
 from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.models.attention import Attention
 from dovetail.models.latent import Latent
+from dovetail.models.towers.classifier import ImageClassifier
+from dovetail.models.towers.image_text import ImageText
 from dovetail.models.towers.vision import Vision
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
@@ -88,6 +90,8 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     vision: Vision | None = None  # how it sees images; None: it does not
+    images: ImageClassifier | ImageText | None = None  # a model of images alone, whose weights these are
+    causal: bool = True  # whether a token sees earlier ones only
     source: str = "{}"  # the config.json it was read from
 
     def __hash__(self) -> int:

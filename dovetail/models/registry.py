@@ -12,7 +12,7 @@ from typing import Any
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import MissingFileError, UserError
 from dovetail.core.recipe import SHIPPED
-from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen
+from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen, siglip
 from dovetail.models.attention import Attention
 from dovetail.models.config import Layer, ModelConfig, is_scored, scored
 from dovetail.models.family import Family, Fields, VisionFamily
@@ -22,7 +22,7 @@ from dovetail.models.towers.vision import Vision
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for module in (llama, qwen, gemma, gemma4, deepseek, olmo, gpt_oss, phi, granite, glm)
+    for module in (llama, qwen, gemma, gemma4, deepseek, olmo, gpt_oss, phi, granite, glm, siglip)
     for family in module.FAMILIES
     for model_type in family.model_types
 }
@@ -51,6 +51,8 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """
     if not isinstance(hf, dict):
         raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
+    if hf.get("model_type") == "siglip":  # its text_config is not a language model's
+        return siglip.parse_siglip(Fields(hf, where))
     if not isinstance(hf.get("text_config"), dict):
         return _parse_text(hf, where)
     shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")

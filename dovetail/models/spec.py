@@ -27,6 +27,8 @@ VISION = "vision"  # the branch of the tower's weights
 @functools.lru_cache(maxsize=64)
 def spec(cfg: ModelConfig) -> dict[str, Any]:
     """Return the tree of a model's weights as ParamSpecs."""
+    if cfg.images is not None:
+        return cfg.images.spec()
     D, V, L = cfg.dim, cfg.vocab, len(cfg.layers)
     family = family_of(cfg)
     declare = _Declare(COMMON | dict(family.names), "")

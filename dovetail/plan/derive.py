@@ -17,7 +17,7 @@ from dovetail.core.units import format_bytes
 from dovetail.models.config import ModelConfig
 from dovetail.models.repeats import repeats
 from dovetail.models.spec import flops_per_token
-from dovetail.plan.flops import recomputed
+from dovetail.plan.flops import mean_keys, recomputed
 from dovetail.plan.plans import MeshPlan, axes_of, layers_folded, most_unrolled, plans, row_shards
 from dovetail.plan.refusal import check, refuse_devices
 from dovetail.plan.train_memory import PLANNED, PLANNED_HOST, TrainMemory, memory
@@ -173,7 +173,9 @@ def _given_axes(mesh: Mesh) -> str:
 
 
 def _why_remat(cfg: ModelConfig, settings: Training, plan: MeshPlan, limit: int | None, on_tpu: bool) -> str:
-    extra = recomputed(cfg, settings.length, plan.remat) / flops_per_token(cfg, settings.length // 2, train=True)
+    extra = recomputed(cfg, settings.length, plan.remat) / flops_per_token(
+        cfg, mean_keys(cfg, settings.length), train=True
+    )
     if settings.remat:
         return f"given; {extra:.0%} more FLOPs"
     if plan.remat == "none":

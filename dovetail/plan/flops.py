@@ -29,7 +29,7 @@ def train_flops_per_token(cfg: ModelConfig, length: int, causal: bool, frozen: b
     """
     if length < 1:
         raise UserError(f"`length` must be at least 1 token, got {length}", param="length")
-    attention = sum(layer.attn.flops_per_key * _keys(layer.attn, length, causal) for layer in cfg.layers)
+    attention = sum(layer.attn.flops_per_key * _keys(layer.attn, length, causal and cfg.causal) for layer in cfg.layers)
     products = flops_per_token(cfg) * (FROZEN if frozen else FORWARD_AND_BACKWARD)
     return products + FORWARD_AND_BACKWARD * attention
 
@@ -58,6 +58,11 @@ def _keys(attn: Attention | Latent, length: int, causal: bool) -> float:
     return most - most**2 / (2 * length) if causal else float(most)
 
 
+def mean_keys(cfg: ModelConfig, length: int) -> int:
+    """Return how many keys a query of a row sees on average, without windows."""
+    return length // 2 if cfg.causal else length
+
+
 @functools.lru_cache(maxsize=256)
 def forward_flops(cfg: ModelConfig, context: int = 0) -> float:
     """Return the FLOPs of one token's forward pass. Cached: a search calls it thousands of times."""
@@ -66,12 +71,12 @@ def forward_flops(cfg: ModelConfig, context: int = 0) -> float:
 
 def computed_flops(cfg: ModelConfig, length: int, remat: str) -> float:
     """Return the FLOPs per token that a training step computes, recomputation included."""
-    return 3 * forward_flops(cfg, length // 2) + recomputed(cfg, length, remat)
+    return 3 * forward_flops(cfg, mean_keys(cfg, length)) + recomputed(cfg, length, remat)
 
 
 def recomputed(cfg: ModelConfig, length: int, remat: str) -> float:
     """Return the FLOPs per token that the backward pass computes a second time."""
     products = forward_flops(cfg)
-    attention = forward_flops(cfg, length // 2) - products
+    attention = forward_flops(cfg, mean_keys(cfg, length)) - products
     again = {"none": 0.0, "dots": 0.0, "attention": products, "full": products + attention}[remat]
     return again + (ELEMENTWISE * products if remat != "none" else 0.0)

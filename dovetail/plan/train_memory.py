@@ -132,8 +132,8 @@ def _group(cfg: ModelConfig) -> float:
 
 
 def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> int:
-    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 for a reward model."""
-    if cfg.scored:
+    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 without logits of tokens."""
+    if cfg.scored or cfg.images:
         return 0
     vocab = cfg.vocab // (tensor if cfg.vocab % tensor == 0 else 1)
     itemsize = BYTES[settings.precision.logits or settings.precision.compute]
@@ -219,9 +219,12 @@ def shapes_of(cfg: ModelConfig, mtp: int, adapter: Any) -> Counter[Shape]:
 @functools.lru_cache(maxsize=64)
 def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
     """Return the weights of one layer of each kind."""
-    layers = spec(cfg)["layers"]
-    one_each = {layer: i for i, layer in enumerate(cfg.layers)}.values()
-    return [[(leaf.shape, leaf.axes) for _, leaf in leaves(layers[i])] for i in one_each]
+    specs = spec(cfg)
+    if cfg.images:
+        kinds = [specs[tower]["layers"][0] for tower in ("vision", "text") if tower in specs]
+    else:
+        kinds = [specs["layers"][i] for i in {layer: i for i, layer in enumerate(cfg.layers)}.values()]
+    return [[(leaf.shape, leaf.axes) for _, leaf in leaves(kind)] for kind in kinds]
 
 
 def mtp_layers(cfg: ModelConfig, settings: Training) -> int:

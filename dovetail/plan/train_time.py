@@ -19,7 +19,7 @@ from dovetail.core.training import Training
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.exchange import Exchange, by_axis, exchanges, total, whole_weights
-from dovetail.plan.flops import computed_flops, forward_flops
+from dovetail.plan.flops import computed_flops, forward_flops, mean_keys
 from dovetail.plan.links import AxisSpan, layout, one_domain
 from dovetail.plan.plans import MeshPlan, axes_of
 from dovetail.plan.train_memory import BYTES, activations_of, mtp_layers
@@ -128,7 +128,7 @@ def product_flops(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> float
     each = computed_flops(cfg, length, plan.remat)
     if mesh.context > 1:
         passes = 4 if plan.remat == "full" else 3
-        attention = passes * (forward_flops(cfg, length // 2) - forward_flops(cfg))
+        attention = passes * (forward_flops(cfg, mean_keys(cfg, length)) - forward_flops(cfg))
         each += attention * ((2 * mesh.context - 1) / mesh.context - 1)
     if settings.step_models.adapter is not None:  # gradients of the frozen weights are not computed
         each -= forward_flops(cfg)
@@ -147,7 +147,7 @@ def moved_bytes(cfg: ModelConfig, settings: Training, plan: MeshPlan, chip: Chip
     saved, _ = activations_of(cfg, mtp_layers(cfg, settings), mesh.tensor, mesh.expert, "none")
     tokens = plan.rows * settings.length // mesh.context
     values = 2 * tokens * itemsize * saved * (1 if plan.remat == "none" else 2)
-    logits = 0 if cfg.scored else 2 * tokens * cfg.vocab // mesh.tensor * 4
+    logits = 0 if cfg.scored or cfg.images else 2 * tokens * cfg.vocab // mesh.tensor * 4
     # measured on an H200: a loop copies saved activations into stacked arrays and out of them
     copied = 4 * memory.activations if plan.scan and not chip.pod else 0
     state = 2 * (memory.weights + memory.optimizer) + memory.gradients

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from dovetail.core.reporter import Reporter
-from dovetail.core.types import Batch
+from dovetail.core.types import Batch, num_rows
 from dovetail.train.boundary import Boundary
 from dovetail.train.guard import health
 from dovetail.train.guard.doctor import Decision, Doctor, StepResult, Verdict
@@ -112,7 +112,7 @@ class Loop:
             at.cursor += 1
         with self.goodput.span("data") if self.source.waits else nullcontext():
             rows = self.source.get(at)
-        run = self._step_for(at.cursor, len(rows.tokens), self.ready.entries_of(rows))
+        run = self._step_for(at.cursor, num_rows(rows), self.ready.entries_of(rows))
         self.stop.begin()
         self.goodput.begin()
         step = at.step + len(self._inflight) + 1

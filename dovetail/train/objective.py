@@ -36,6 +36,7 @@ from dovetail.models.decoder import trunk
 from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
+from dovetail.train.abstract_batch import abstract_batch
 from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
@@ -172,8 +173,10 @@ class Objective:
     measure: Callable[[Params, ModelConfig, Batch, Any, StepContext], Measured]
     # the weight of a whole batch: the divisor of sums, one number or several
     weight: Callable[[Batch], Any] = targets
-    # columns of its batches besides the five usual ones
+    # columns of its batches besides the usual ones
     columns: Mapping[str, Column] = field(default_factory=dict)
+    # (recipe, columns, placement, entries of table columns) -> a batch as shapes with shardings
+    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, int], Any] = abstract_batch
     # specs of the trained weights, as models.spec declares them
     specs: Callable[[ModelConfig], Any] = spec
     # on held-out rows: (sums, their divisor), each added up over batches

@@ -16,11 +16,12 @@ import numpy as np
 import optax
 
 from dovetail.core.chips import chip_of, usable_bytes
+from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import RecipeError
 from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
 from dovetail.core.training import Training
-from dovetail.core.types import Batch, Params
+from dovetail.core.types import Batch, Params, num_rows
 from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig, scored
 from dovetail.ops.dispatch import compile_options
@@ -28,7 +29,7 @@ from dovetail.plan.derive import Derived, derive
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.optim import Rate, learning_rate, make_optimizer
 from dovetail.train.rows import check_columns
-from dovetail.train.state import TrainState, abstract_batch, abstract_state, init_state
+from dovetail.train.state import TrainState, abstract_state, init_state
 from dovetail.train.step import Evaluate, Step, make_eval, make_step
 
 DOCUMENTS = (1, 15, 63, 255)  # documents per row; one more for the padding makes a power of two
@@ -51,6 +52,11 @@ class Ready:
         """Return the recipe with every key derived."""
         return self.derived.settings
 
+    @property
+    def compute(self) -> Compute:
+        """Return the type of the computation."""
+        return compute_of(self.settings.precision.compute)
+
     @cached_property
     def abstract_state(self) -> TrainState:
         """Return the training state as shapes with shardings."""
@@ -59,7 +65,10 @@ class Ready:
     @cached_property
     def abstract_batch(self) -> Batch:
         """Return a batch as shapes with shardings."""
-        return abstract_batch(self.settings, self.objective.columns, self.placement)
+        return self._abstract_batch(self.settings)
+
+    def _abstract_batch(self, settings: Training, entries: int = 1) -> Batch:
+        return self.objective.abstract_batch(settings, self.objective.columns, self.placement, entries)
 
     @cached_property
     def specs(self) -> Any:
@@ -79,7 +88,7 @@ class Ready:
         step = make_step(self.cfg, settings, self.objective, self.optimizer, self.rate, ctx)
         places = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        batch = abstract_batch(settings, self.objective.columns, self.placement, entries)
+        batch = self._abstract_batch(settings, entries)
         return jitted.trace(self.abstract_state, batch, *self._abstract_frozen).lower(
             lowering_platforms=(self.platform,)
         )
@@ -105,7 +114,7 @@ class Ready:
 
     def rows_of(self, batch: Batch) -> int:
         """Return how many rows of a batch that `put` returned are in this process."""
-        return batch.tokens.shape[0] // self.rows_here()[1]
+        return num_rows(batch) // self.rows_here()[1]
 
     def entries_of(self, batch: Batch) -> int:
         """Return the number of entries of the batch's table columns."""
@@ -147,15 +156,15 @@ class Ready:
 
     def rows_here(self) -> tuple[int, int]:
         """Return (which share of a batch's rows this process loads, number of shares)."""
-        tokens: Any = self.abstract_batch.tokens
-        places = tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
-        spans = [index[0].indices(tokens.shape[0])[:2] for index in places]
+        mask: Any = self.abstract_batch.loss_mask
+        places = mask.sharding.addressable_devices_indices_map(mask.shape).values()
+        spans = [index[0].indices(mask.shape[0])[:2] for index in places]
         first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
-        return first // (last - first), tokens.shape[0] // (last - first)
+        return first // (last - first), mask.shape[0] // (last - first)
 
     def put(self, rows: Batch) -> Batch:
         """Return this process's rows (see rows_here) as its part of the global batch."""
-        wanted = abstract_batch(self.settings, self.objective.columns, self.placement, self.entries_of(rows))
+        wanted = self._abstract_batch(self.settings, self.entries_of(rows))
         check_columns(rows, wanted)
         if jax.process_count() == 1:
             return jax.tree.map(lambda x, f: jax.device_put(np.asarray(x, f.dtype), f.sharding), rows, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dovetail.core import recipe as recipes
 from dovetail.core.errors import RecipeError
 from dovetail.core.reporter import Reporter
+from dovetail.train.image_pretrain import image_pretrain_settings
+from dovetail.train.image_settings import ImagePretrain
 from dovetail.train.launch import Ended, launch
 from dovetail.train.settings import Pretrain, shape_key
 
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
     from dovetail.train.rows import Opened
 
 
-def pretrain(recipe: str | Path | Pretrain, *, run_dir: str | Path = "", show: bool = True, **overrides: Any) -> Ended:
+def pretrain(
+    recipe: str | Path | Pretrain | ImagePretrain, *, run_dir: str | Path = "", show: bool = True, **overrides: Any
+) -> Ended:
     """Train a model from a recipe; a second call with the same folder continues the run.
 
         ended = dt.pretrain("tiny", steps=20, optimizer={"lr": 1e-3}, run_dir="runs/first")
@@ -40,12 +45,22 @@ def pretrain(recipe: str | Path | Pretrain, *, run_dir: str | Path = "", show: b
     Raises:
         UserError: The recipe, the data or the devices do not fit together.
     """
-    if isinstance(recipe, Pretrain):
+    if isinstance(recipe, Pretrain | ImagePretrain):
         settings, name = recipes.change(recipe, overrides), recipe.model
     else:
-        settings, name = recipes.load(str(recipe), overrides, Pretrain), str(recipe)
+        settings, name = recipes.load(str(recipe), overrides, pretrain_class(str(recipe), overrides)), str(recipe)
     folder = Path(run_dir) if run_dir else run_folder(name)
     return pretrain_settings(settings, folder, reporter=Reporter(show))
+
+
+def pretrain_class(recipe: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Any:
+    """Return the settings class of a recipe with overrides: ImagePretrain if it has the key `objective`."""
+    given = overrides if isinstance(overrides, Mapping) else [word.partition("=")[0] for word in overrides]
+    try:
+        stored = recipes.raw(recipe) if recipe else {}
+    except RecipeError:  # reading the recipe reports it
+        stored = {}
+    return ImagePretrain if "objective" in (*given, *stored) else Pretrain
 
 
 def run_folder(name: str, training: str = "") -> Path:
@@ -61,9 +76,13 @@ def run_folder(name: str, training: str = "") -> Path:
     return Path("runs") / (stem if is_named else f"{stem}-{training}")
 
 
-def pretrain_settings(settings: Pretrain, folder: Path, *, reporter: Reporter | None = None, **how: Any) -> Ended:
+def pretrain_settings(
+    settings: Pretrain | ImagePretrain, folder: Path, *, reporter: Reporter | None = None, **how: Any
+) -> Ended:
     """Run the settings in `folder`; for `how` see train.launch."""
     reporter = reporter or Reporter()
+    if isinstance(settings, ImagePretrain):
+        return image_pretrain_settings(settings, folder, reporter=reporter, **how)
     return launch(settings, folder, _objective, partial(_open_rows, reporter=reporter), reporter=reporter, **how)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dovetail.core.errors import UserError
-from dovetail.core.types import Batch, Params
+from dovetail.core.types import Batch, Params, num_rows
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.report.metrics import Passage
 from dovetail.train.settings import shape_key
@@ -160,7 +160,7 @@ def check_columns(rows: Batch, declared: Batch) -> None:
             param=name,
         )
     for name, column in rows.columns.items():
-        shape = (rows.tokens.shape[0], *declared.columns[name].shape[1:])
+        shape = (num_rows(rows), *declared.columns[name].shape[1:])
         if column.shape != shape:
             raise UserError(f"the column {name!r} must have the declared shape {shape}, got {column.shape}", param=name)
 

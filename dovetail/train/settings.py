@@ -47,7 +47,13 @@ class Pretrain(Training):
 
 
 def check_causal(cfg: ModelConfig) -> None:
-    """Refuse a reward model, which does not predict tokens."""
+    """Refuse a model that does not predict tokens."""
+    require(
+        cfg.images is None,
+        "model must be a causal language model, got a model of images: train it with `dovetail pretrain` and a recipe "
+        "such as vit-s16",
+        param="model",
+    )
     require(
         not cfg.scored,
         "model must be a causal language model, got a reward model: use another, or train it with `dovetail reward`",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from dovetail.core.compute import compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import abstract, init
 from dovetail.core.training import Training
-from dovetail.core.types import Batch, Column, Params
+from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
 from dovetail.train.guard import health
 from dovetail.train.optim import state_shardings
@@ -96,33 +95,6 @@ def init_state(
 def _as_f32(params: Params) -> Params:
     # the addition copies an f32 leaf, where a cast would return the same buffer
     return jax.tree.map(lambda x: x.astype(jnp.float32) + 0.0, params)
-
-
-def abstract_batch(settings: Training, columns: Mapping[str, Column], placement: Placement, entries: int = 1) -> Batch:
-    """Return a step's batch as shapes with shardings.
-
-    Args:
-        settings: The recipe.
-        columns: The columns that the objective declares.
-        placement: The mesh and its rules.
-        entries: Entries of the table columns.
-    """
-    shape = (settings.batch, settings.length)
-    at = placement.sharding(("batch", "length"), shape)
-    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at)
-    mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
-    further = {name: _abstract_column(one, shape, placement, entries) for name, one in columns.items()}
-    return Batch(ids, ids, ids, ids, mask, further)
-
-
-def _abstract_column(column: Column, shape: tuple[int, int], placement: Placement, entries: int) -> Any:
-    axes = ("batch", "length") if column.per_token else ("batch",)
-    own = shape[: len(axes)]
-    if column.width:
-        axes, own = (*axes, None), (*own, column.width)
-    if column.table:
-        axes, own = ("batch", None, None), (shape[0], entries, column.width)
-    return jax.ShapeDtypeStruct(own, jnp.dtype(column.dtype), sharding=placement.sharding(axes, own))
 
 
 @dataclass

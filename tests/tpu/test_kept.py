@@ -18,8 +18,9 @@ from dovetail.models.registry import read_model
 from dovetail.models.repeats import repeats
 from dovetail.plan.derive import derive
 from dovetail.plan.train_memory import LOOPED, activations_of
+from dovetail.train.abstract_batch import abstract_batch
 from dovetail.train.next_token import next_token
-from dovetail.train.prepare import abstract_batch, make_ready, make_step, step_context
+from dovetail.train.prepare import make_ready, make_step, step_context
 from dovetail.train.settings import Pretrain
 
 CASES = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
@@ -86,6 +87,7 @@ class Encoder:
         lengths: jax.Array | None = None,
         placement: Placement | None = None,
         run: Callable | None = None,
+        scan: bool = False,
     ) -> jax.Array:
         """Map x [N, P, D] to [N, P, D].
 
@@ -95,11 +97,17 @@ class Encoder:
             lengths: [N] int32: the patches of each item, if padding follows them.
             placement: The mesh and its rules; None for one device.
             run: `encoder_block`, or a wrapper of it (models.decoder.remember).
+            scan: Stack the weights and compile the blocks as one loop.
         """
+
+        def one(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
+            x = constrain(x, placement, "batch", None, None)
+            return (run or encoder_block)(p, x, lengths, of=self, placement=placement), None
+
+        if scan:
+            return jax.lax.scan(one, x, jax.tree.map(lambda *each: jnp.stack(each), *layers))[0]
         for p in layers:
-            x = (run or encoder_block)(
-                p, constrain(x, placement, "batch", None, None), lengths, of=self, placement=placement
-            )
+            x, _ = one(x, p)
         return x
 
     def flops(self, patches: int) -> float:

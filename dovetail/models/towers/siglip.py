@@ -66,7 +66,12 @@ class Siglip:
         }
 
     def __call__(
-        self, params: Params, patches: jax.Array, placement: Placement | None = None, run: Callable | None = None
+        self,
+        params: Params,
+        patches: jax.Array,
+        placement: Placement | None = None,
+        run: Callable | None = None,
+        scan: bool = False,
     ) -> jax.Array:
         """Map the patches [N, P, C] of whole images, row by row and between -1 and 1, to [N, P, D].
 
@@ -75,9 +80,10 @@ class Siglip:
             patches: The patches, whose dtype is that of the products.
             placement: The mesh and its rules; None for one device.
             run: Runs a block (see Encoder).
+            scan: Compile the blocks as one loop (see Encoder).
         """
         x = matmul(patches, params["patch"], params["patch_bias"]) + params["positions"].astype(patches.dtype)
-        x = self.encoder(params["layers"], x, placement=placement, run=run)
+        x = self.encoder(params["layers"], x, placement=placement, run=run, scan=scan)
         return norm(params["norm"], x, self.encoder.eps)
 
     def flops(self) -> float:

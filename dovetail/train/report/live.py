@@ -57,6 +57,8 @@ class StepStatus(NamedTuple):
     def speed(self) -> list[str]:
         """Return speed and MFU: attention counted as causal, then in full."""
         parts = [f"{format_count(self.tokens_per_second)} tok/s"]
+        if images := self.values.get("images"):
+            parts = [f"{format_count(images / self.seconds)} img/s"] if self.seconds else []
         if self.split:
             parts = [f"{parts[0]}, {self.seconds:.3g} s per step: {', '.join(map(self._part, self.split))}"]
         if self.mfu_causal is not None and self.mfu_full is not None:

@@ -116,6 +116,8 @@ class RunMetrics:
         speed: dict[str, float] = {"seconds": seconds, "tokens": tokens, "tokens_per_second": rate}
         if self._work:
             speed |= self._work.mfu(rate)
+        if (images := values.get("images")) and seconds > 0:
+            speed["images_per_second"] = images * many / seconds
         if memory := device_memory():
             speed["memory"] = memory
         if self._goodput:

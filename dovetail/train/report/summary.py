@@ -23,6 +23,7 @@ from dovetail.train.report.metrics import AVERAGED, EVAL, FILE, WARM, read_predi
 
 HELD_OUT = "held_out_loss"
 SAMPLES = "samples.jsonl"
+TOP1 = {"held_out_top1": "held-out top-1", "held_out_zero_shot_top1": "zero-shot top-1"}  # of models of images
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,12 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         notes = [f"best {best:.4f} at {best_at:,}"] if best < run.held_out[-1][1] else []
         notes = [run.held_out_of, *notes] if run.held_out_of else notes
         rows.append(("held-out loss", f"{run.held_out[-1][1]:.4f}" + (f" ({'; '.join(notes)})" if notes else "")))
-    if (rate := run.typical("tokens_per_second")) is not None:
+    for name, title in TOP1.items():
+        found = [line[name] for line in run.evals if name in line]
+        rows += [(title, f"{found[-1]:.1%}")] if found else []
+    if (rate := run.typical("images_per_second")) is not None:
+        rows.append(("speed", f"{format_count(rate)} img/s"))
+    elif (rate := run.typical("tokens_per_second")) is not None:
         rows.append(("speed", f"{format_count(rate)} tok/s"))
     rows += _step_rows(run)
     causal, full = run.typical("mfu_causal"), run.typical("mfu_full")
