@@ -80,6 +80,7 @@ def build_engine(
     options: EngineOptions,
     tokenizer: Tokenizer | None = None,
     placement: Placement | None = None,
+    draft: DraftModel | None = None,
 ) -> Engine:
     """Build an engine.
 
@@ -89,9 +90,11 @@ def build_engine(
         options: The engine's options.
         tokenizer: The model's, if it has one.
         placement: The result of `placement_of`.
+        draft: A draft model in place of the one that the options name; its weights are random (see
+            `Engine.replace_draft`).
     """
     compute = compute_for(options, params)
-    draft, draft_params = load_draft_of(options, cfg, compute.dtype, placement)
+    draft, draft_params = load_draft_of(options, cfg, compute.dtype, placement, draft)
     programs = programs_for(cfg, options, compute, placement, draft=draft)
     adapters = adapters_for(cfg, options, compute.dtype, placement)
     params = adapters.join(params)

@@ -295,6 +295,16 @@ class Engine:
         self.reset_prefix_cache()
         return version
 
+    def replace_draft(self, draft: Params) -> None:
+        """Replace the draft model's weights by copies of these, between two steps of an engine that is awake.
+
+        It changes how many draft tokens are accepted, not the output.
+        """
+        self._check_idle("the draft model's weights are replaced")
+        assert self.speculator is not None and not self.sleeping
+        self.runner.replace_draft(draft)
+        self.speculator.length.forget_acceptance()
+
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory between two steps.
 

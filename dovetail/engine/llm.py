@@ -38,6 +38,7 @@ from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
+from dovetail.models.draft.draft import DraftModel
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
@@ -96,6 +97,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         devices: Many[Any] = (),
+        draft: DraftModel | None = None,
     ) -> LLM:
         """Return an LLM on weights that are in memory.
 
@@ -107,13 +109,15 @@ class LLM:
             tokenizer: The model's, if it has one.
             progress: See LLM.
             devices: The devices to use; by default jax's first.
+            draft: A draft model in place of the one that the options name. Its weights are random until
+                `engine.replace_draft` is called.
         """
         start = time.perf_counter()
         keep_compiled()
         placement = placement_of(options, devices, always=bool(devices))
         published = publish(params, config, compute_for(options, params).dtype, placement)
         llm = cls.__new__(cls)
-        llm._begin(config, published, tokenizer, options, placement, progress, start)
+        llm._begin(config, published, tokenizer, options, placement, progress, start, draft)
         return llm
 
     def _begin(
@@ -125,12 +129,13 @@ class LLM:
         placement: Placement | None,
         progress: Progress | None,
         start: float,
+        draft: DraftModel | None = None,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._adapter_folders = {name: Path(folder) for name, folder in options.lora_modules.items()}
         self.load_seconds = time.perf_counter() - start
         log.info("loaded the weights in %.1f s", self.load_seconds)
-        self.engine = build_engine(config, params, options, tokenizer, placement)
+        self.engine = build_engine(config, params, options, tokenizer, placement, draft)
         self.runner = self.engine.runner
         self._embedder = Embedder(self.engine, lambda function: function(self.engine))
         self._count = 0

@@ -58,10 +58,13 @@ def outline_draft_of(options: EngineOptions, cfg: ModelConfig) -> DraftModel | N
 
 
 def load_draft_of(
-    options: EngineOptions, cfg: ModelConfig, dtype: Any, placement: Placement | None
+    options: EngineOptions, cfg: ModelConfig, dtype: Any, placement: Placement | None, given: DraftModel | None = None
 ) -> tuple[DraftModel | None, Params | None]:
-    """Return the draft model of these options and its weights; None and None if they name none."""
-    opened = open_draft_of(options, cfg)
+    """Return the draft model of these options and its weights; None and None if they name none.
+
+    `given`: a draft model in place of theirs, with random weights.
+    """
+    opened = DraftCheckpoint(given, None, {}) if given else open_draft_of(options, cfg)
     return (opened.draft, opened.read(dtype, placement)) if opened else (None, None)
 
 

@@ -101,7 +101,11 @@ def with_model(settings: Draft, rows: ExampleLoader) -> Draft:
     cfg = config_of(settings.model)
     ids = frequent_tokens(rows, settings.drafter.vocab) if 0 < settings.drafter.vocab < cfg.vocab else ()
     settings = dataclasses.replace(settings, vocab_ids=ids)
-    return dataclasses.replace(settings, model_to_train=new_draft(settings, cfg))
+    return dataclasses.replace(settings, model_to_train=new_draft(_config(settings, cfg), cfg))
+
+
+def _config(settings: Draft, cfg: ModelConfig) -> dict[str, Any]:
+    return draft_config(settings.drafter, cfg, settings.weights, len(settings.vocab_ids))
 
 
 def frequent_tokens(rows: ExampleLoader, count: int) -> tuple[int, ...]:
@@ -166,4 +170,4 @@ def _export(
         host = jax.tree.map(np.asarray, host)
     if folder.exists():
         shutil.rmtree(folder)
-    save_draft(folder, new.model, host, draft_config(settings, cfg) | {"dtype": str(jnp.dtype(dtype))})
+    save_draft(folder, new.model, host, _config(settings, cfg) | {"dtype": str(jnp.dtype(dtype))})
