@@ -71,7 +71,8 @@ def losses(folder: Path, name: str = "loss") -> list[float]:
 
 @pytest.mark.slow
 def test_a_drafter_learns_from_rollouts_and_resumes(tmp_path, always):
-    changes = {"prompts": 2, "num_generations": 4, "max_completion_length": 12, "checkpoint": {"every": 2}}
+    changes = {"prompts": 1, "num_generations": 4, "max_completion_length": 12, "checkpoint": {"every": 2}}
+    changes |= {"engine": {"max_num_seqs": 2}}
     run(tmp_path, name="plain", steps=4, **changes)
     changes |= {"speculation": {"kind": "dspark", "num_speculative_tokens": 3, "refresh": 2, "updates": 12}}
     straight = run(tmp_path, name="drafted", steps=4, **changes).folder
@@ -82,7 +83,8 @@ def test_a_drafter_learns_from_rollouts_and_resumes(tmp_path, always):
     assert max(losses(straight, "accepted_length")) > 1
     run(tmp_path, name="resumed", steps=2, **changes)
     resumed = run(tmp_path, name="resumed", steps=4, **changes).folder
-    assert losses(resumed, "drafter_loss") == found and completions(resumed) == completions(straight)
+    assert losses(resumed, "drafter_loss") == pytest.approx(found, rel=1e-5)
+    assert completions(resumed) == completions(straight)
     with refuses(None, CheckpointError, naming="companion"):
         run(tmp_path, name="resumed", steps=5, **changes | {"speculation": {}})
 
@@ -97,7 +99,8 @@ def test_a_drafter_of_a_folder_with_adapters_and_its_own_vocabulary(tmp_path, al
         model=model_folder(tmp_path), data=prompts, drafter=drafter, steps=1, batch=8, length=64, show=False,
         answers={"max_tokens": 12}, precision={"compute": "f32"}, run_dir=tmp_path / "draft", out=tmp_path / "drafter",
     )  # fmt: skip
-    changes = {"steps": 2, "prompts": 2, "num_generations": 4, "max_completion_length": 12, "lora": {"r": 2}}
+    changes = {"steps": 2, "prompts": 1, "num_generations": 4, "max_completion_length": 12, "lora": {"r": 2}}
+    changes |= {"engine": {"max_num_seqs": 2}}
     run(tmp_path, name="plain", **changes)
     changes |= {"speculation": {"kind": "dspark", "model": str(tmp_path / "drafter"), "refresh": 1, "updates": 2}}
     drafted = run(tmp_path, name="drafted", **changes).folder
