@@ -19,7 +19,9 @@ from dovetail.models.draft.registry import parse_draft
 from dovetail.ops.rope import Rope
 from dovetail.tune.draft_sections import BLOCKS, DrafterSettings
 
-NAMES = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator"}
+NAMES = {
+    "dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator", "mtp": "MTPDraftModel",
+}  # fmt: skip
 EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # a draft token is accepted if it is the target's
 HEAD_DIM = 128  # where the target's attention has no heads to copy (MLA)
 GIVEN = ("head", "d2t")  # weights that come from the target
@@ -59,11 +61,11 @@ def draft_config(wanted: DrafterSettings, target: ModelConfig, weights: str, voc
         weights: The folder or name of the target's weights.
         vocab: The tokens that it knows; 0 for all.
     """
-    count, taps = wanted.num_speculative_tokens, tap_layers(wanted, target)
+    count = wanted.num_speculative_tokens
     common = {
         "architectures": [NAMES[wanted.kind]],
         "speculators_model_type": wanted.kind,
-        "transformer_layer_config": _layers(wanted, target),
+        "transformer_layer_config": target.to_hf() if wanted.kind == "mtp" else _layers(wanted, target),
         "draft_vocab_size": vocab or target.vocab,
         "tie_word_embeddings": False,
         "speculators_config": {
@@ -76,10 +78,13 @@ def draft_config(wanted: DrafterSettings, target: ModelConfig, weights: str, voc
             },
         },
     }
-    return common | _of_kind(wanted, [tap + 1 for tap in taps], target)
+    return common | _of_kind(wanted, target)
 
 
-def _of_kind(wanted: DrafterSettings, ids: list[int], target: ModelConfig) -> dict[str, Any]:
+def _of_kind(wanted: DrafterSettings, target: ModelConfig) -> dict[str, Any]:
+    if wanted.kind == "mtp":
+        return {"num_nextn_predict_layers": 1}
+    ids = [tap + 1 for tap in tap_layers(wanted, target)]
     if wanted.kind == "eagle3":
         return {"eagle_aux_hidden_state_layer_ids": ids, "norm_before_residual": True}
     mask = target.vocab - 1 if wanted.mask_token_id < 0 else wanted.mask_token_id
