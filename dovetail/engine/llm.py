@@ -31,7 +31,6 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams, renamed_attribute
-from dovetail.engine.spec.draft_weights import with_own_draft
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.load import load
@@ -82,7 +81,7 @@ class LLM:
     def _open(self, model: str | Path, options: EngineOptions, progress: Progress | None) -> None:
         start = time.perf_counter()
         keep_compiled()
-        placement, options = placement_of(options), with_own_draft(options, str(model))
+        placement, options = placement_of(options), options.with_own_draft(str(model))
         log.info("reading the weights of %s", model)
         loaded = _load(model, options, placement, progress)
         self._begin(*loaded, options, placement, progress, start)

@@ -25,7 +25,7 @@ from dovetail.engine.request.params import SamplingParams
 from dovetail.io.draft_folder import load_draft
 from dovetail.io.load import load, save
 from dovetail.models.decoder import init_cache, tapped
-from dovetail.models.draft.draft import Target
+from dovetail.models.draft.draft import DraftCall, Target
 from dovetail.models.mtp import with_mtp
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
@@ -171,10 +171,10 @@ def steps_in_pages(model, params, target: Target, tokens: list[int], first: int,
     while at < T - 1:
         new = at - done  # tokens that the target has computed since the last step
         ctx = Paged(tables, jnp.asarray([at]), jnp.asarray([0, new]), jnp.ones(1, jnp.int32))
-        cache, _ = model.absorb(params, target, row[0, done:at], taps[0, done:at], ctx, cache, None)
+        cache, _ = model.absorb(DraftCall(params, target, row[0, done:at], ctx, cache), taps[0, done:at], None)
         ctx = Paged(tables, jnp.asarray([at + 1]), jnp.asarray([0, 1]), jnp.ones(1, jnp.int32))
         pick = lambda j, logits: jnp.argmax(logits, -1).astype(jnp.int32)  # noqa: E731
-        drafts, cache = model.draft(params, target, row[0, at : at + 1], ctx, cache, None, count, pick)
+        drafts, cache = model.draft(DraftCall(params, target, row[0, at : at + 1], ctx, cache), None, count, pick)
         right = 0
         while right < count and at + 1 + right < T and int(drafts[right, 0]) == tokens[at + 1 + right]:
             right += 1
