@@ -55,6 +55,8 @@ class Guess:
     rounding decides between them.
     """
 
+    runs_ahead = False
+
     def __init__(self, accept: float):
         self._accept, self._random = accept, random.Random(0)
 

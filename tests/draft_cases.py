@@ -12,7 +12,7 @@ import numpy as np
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import is_spec, tree_map
 from dovetail.core.types import Paged
-from dovetail.models.draft.draft import Carried, Target
+from dovetail.models.draft.draft import Carried, DraftCall, Target
 from dovetail.models.spec import spec
 
 PAGE, WIDTH, POOL = 4, 8, 40  # a page's tokens, a sequence's most pages, all pages
@@ -104,7 +104,7 @@ def _placed(specs, params, placement: Placement):
 
 @functools.partial(jax.jit, static_argnames=("draft", "cfg"))
 def _absorb(params, weights, tokens, tapped, ctx, cache, carried, *, draft, cfg):
-    return draft.absorb(params, Target(weights, cfg), tokens, tapped, ctx, cache, carried)
+    return draft.absorb(DraftCall(params, Target(weights, cfg), tokens, ctx, cache), tapped, carried)
 
 
 @functools.partial(jax.jit, static_argnames=("draft", "cfg", "count"))
@@ -115,7 +115,7 @@ def _draft(params, weights, tokens, ctx, cache, feature, forced, *, draft, cfg, 
         seen.append(logits)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32) if forced is None else forced[j]
 
-    drafted, cache = draft.draft(params, Target(weights, cfg), tokens, ctx, cache, feature, count, pick)
+    drafted, cache = draft.draft(DraftCall(params, Target(weights, cfg), tokens, ctx, cache), feature, count, pick)
     return drafted, jnp.stack(seen), cache
 
 

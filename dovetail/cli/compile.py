@@ -103,13 +103,12 @@ def compile_serve(
 
     from dovetail.engine.build import abstract_engine
     from dovetail.engine.options import EngineOptions
-    from dovetail.engine.spec.draft_weights import with_own_draft
     from dovetail.io.load import outline
 
     (cfg, dtype), devices = outline(model), topologies.tpu_devices(wanted)
     degree = engine["tensor_parallel_size"] or len(devices)
     given = EngineOptions.of(engine | dict(dtype=engine["dtype"] or dtype, tensor_parallel_size=degree))
-    given = with_own_draft(given, model)
+    given = given.with_own_draft(model)
     console, reports = Console(highlight=False, stderr=as_json), []
     with console.status(f"compiling the largest step of {model} for {wanted}") as status:
         made, *_ = compiled(lambda _: abstract_engine(cfg, given, devices))

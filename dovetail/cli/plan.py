@@ -220,9 +220,10 @@ def _instead(plan: Any) -> str:
 def _draft(model: str, cfg: Any, config: str) -> Any:
     """Return the draft model of a speculative config; None if it names none."""
     from dovetail.engine.options import EngineOptions
-    from dovetail.engine.spec.draft_weights import outline_draft_of, with_own_draft
+    from dovetail.engine.spec.draft_weights import outline_draft_of
 
-    return outline_draft_of(with_own_draft(EngineOptions(speculative_config=config or None), model), cfg)
+    options = EngineOptions(speculative_config=config or None).with_own_draft(model)
+    return outline_draft_of(options.speculative_config, cfg)
 
 
 @app.command(cls=OptionCommand)

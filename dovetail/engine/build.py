@@ -73,7 +73,7 @@ def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
         raise UserError("a model of images alone cannot be served: use a language model", param="model")
     page_size_for(options, _max_len(cfg, options.max_model_len))
     check_adapters(cfg, options)
-    open_draft_of(options, cfg)
+    open_draft_of(options.speculative_config, cfg, options.is_dummy)
 
 
 def build_engine(
@@ -82,6 +82,7 @@ def build_engine(
     options: EngineOptions,
     tokenizer: Tokenizer | None = None,
     placement: Placement | None = None,
+    draft: DraftModel | None = None,
 ) -> Engine:
     """Build an engine.
 
@@ -91,23 +92,26 @@ def build_engine(
         options: The engine's options.
         tokenizer: The model's, if it has one.
         placement: The result of `placement_of`.
+        draft: A draft model in place of the one that the options name; its weights are random (see
+            `Engine.replace_draft`).
     """
     compute = compute_for(options, params)
-    draft, draft_params = load_draft_of(options, cfg, compute.dtype, placement)
+    config, dummy = options.speculative_config, options.is_dummy
+    draft, draft_params = load_draft_of(config, cfg, compute.dtype, placement, dummy, draft)
     programs = programs_for(cfg, options, compute, placement, draft=draft)
     adapters = adapters_for(cfg, options, compute.dtype, placement)
     params = adapters.join(params)
     buckets, page_size = programs.buckets, programs.page_size
     devices = list(placement.mesh.local_mesh.devices.flat) if placement else ()
     pages = pages_that_fit(programs, with_draft(adapters.on(params), draft_params), options, devices)
-    config = SchedulerConfig(
+    limits = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
         options.enable_prefix_caching, options.scheduling_policy,
     )  # fmt: skip
     runner = Runner(programs, Weights(params), pages, adapters, draft_params)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
-    speculator = speculator_of(options.speculative_config, buckets.drafts)
-    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.max_decode_steps, pace, speculator)
+    speculator = speculator_of(config, buckets.drafts)
+    return Engine(runner, Scheduler(limits), tokenizer, options.seed, options.max_decode_steps, pace, speculator)
 
 
 def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs) -> float | None:
@@ -135,7 +139,7 @@ def programs_for(
     cfg = cfg.within(max_len)
     page_size = page_size_for(options, max_len, device.platform)
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
-    sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options, draft)
+    sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options.speculative_config, draft)
     buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, **sizes)
     platform = device.platform if absent else None
     return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft)
@@ -340,7 +344,7 @@ def abstract_engine(cfg: ModelConfig, options: EngineOptions, devices: Sequence[
             param="tensor_parallel_size",
         )
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
-    draft = outline_draft_of(options, cfg)
+    draft = outline_draft_of(options.speculative_config, cfg, options.is_dummy)
     programs = programs_for(cfg, options, compute, placement, devices[0], draft)
     params = _abstract_params(serving_spec(cfg, placement), compute.dtype, placement)
     params = with_adapters(params, cfg, options, compute.dtype, placement)

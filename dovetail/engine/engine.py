@@ -18,7 +18,7 @@ import numpy as np
 from dovetail.core.errors import RequestError, UserError
 from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
-from dovetail.engine.device.batch import DISPATCH_SECONDS, LEAST_TOKENS, MOST_VERIFIED, steps_in_time
+from dovetail.engine.device.batch import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
 from dovetail.engine.device.runner import (
     Asleep,
     LaunchedStep,
@@ -50,7 +50,7 @@ from dovetail.engine.request.outputs import (
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
 from dovetail.engine.request.text import OutputText
-from dovetail.engine.schedule.plan import Gain, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
@@ -295,6 +295,16 @@ class Engine:
         self.reset_prefix_cache()
         return version
 
+    def replace_draft(self, draft: Params) -> None:
+        """Replace the draft model's weights by copies of these, between two steps of an engine that is awake.
+
+        It changes how many draft tokens are accepted, not the output.
+        """
+        self._check_idle("the draft model's weights are replaced")
+        assert self.speculator is not None and not self.sleeping
+        self.runner.replace_draft(draft)
+        self.speculator.length.forget_acceptance()
+
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory between two steps.
 
@@ -439,7 +449,7 @@ class Engine:
         if self.blocked:
             raise UserError(self.blocked)
         most = self._drafts_wanted()
-        if self._inflight and self._needs_tokens(most):
+        if self._inflight and self.speculator and self.speculator.must_wait(most, self._inflight[-1].plan):
             return self._commit_next(ended_only)
         drafts = self.speculator.propose(self.scheduler.running, most) if self.speculator and most else None
         limits = None if prompts_first or most else self._limits()
@@ -457,12 +467,6 @@ class Engine:
                 return []
         return self._commit_next(ended_only) if self._inflight else []
 
-    def _needs_tokens(self, most: int) -> bool:
-        """Return whether a step with `most` draft tokens can be planned only when the last one's tokens are known."""
-        if most:
-            return not (self.speculator and self.speculator.runs_ahead)
-        return self._inflight[-1].plan.requested > 0
-
     def _commit_next(self, ended_only: bool) -> list[OutputDelta]:
         sampled = self._inflight[0].fetch()  # a step whose tokens cannot be fetched stays in flight
         return self._commit(self._inflight.popleft(), sampled, ended_only)
@@ -471,12 +475,9 @@ class Engine:
         """Return the draft tokens per row of the next step; 0 without speculation."""
         if self.speculator is None:
             return 0
-        demand, buckets = self.scheduler.demand(), self.runner.buckets
-        if demand.prompts or not 0 < demand.decoding <= MOST_VERIFIED:
-            return 0
-        most = self.speculator.length.choose(buckets.decode(demand.decoding).rows)
-        fits = demand.decoding * (1 + most) <= self.scheduler.config.max_num_batched_tokens
-        return most if most and fits and self.runner.drafts_ready(demand.decoding, most) else 0
+        demand = self.scheduler.demand()
+        most = self.speculator.wanted(demand, self.runner.buckets, self.scheduler.config.max_num_batched_tokens)
+        return most if most and self.runner.drafts_ready(demand.decoding, most) else 0
 
     def drain(self) -> list[OutputDelta]:
         """Commit every step in flight without launching another."""
@@ -524,19 +525,10 @@ class Engine:
             keep_prompt_logprobs(launched, self.runner.score)
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
         if self.speculator:
-            self._learn(self.speculator, launched, gains, seconds)
+            rows = self.runner.buckets.decode(len(launched.plan.rows)).rows
+            quiet = not (launched.waited or self.runner.is_compiling)
+            self.speculator.learn(launched.plan, rows, gains, seconds, quiet)
         scores = keep_logprobs(launched, gains)
         now = time.monotonic()
         self._generated += record_gains(gains, now, launched.version)
         return deltas_of(gains, now, scores, ended_only)
-
-    def _learn(self, speculator: Speculator, launched: LaunchedStep, gains: list[Gain], seconds: float | None) -> None:
-        """Let the speculator measure a step, and learn from sequences that ended with it."""
-        plan = launched.plan
-        rows = self.runner.buckets.decode(len(plan.rows)).rows
-        if plan.requested:
-            quiet = not (launched.waited or self.runner.is_compiling)
-            speculator.committed(plan, rows, {seq: len(tokens) for seq, tokens, _ in gains}, seconds, quiet)
-        elif seconds is not None and plan.is_decode:
-            speculator.length.measured(rows, 0, seconds, plan.steps)
-        speculator.finish(seq for seq, _, _ in gains)

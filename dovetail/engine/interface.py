@@ -6,9 +6,11 @@ snapshot of the statistics costs one look at each running sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+from dovetail.engine.spec.counts import SpeculationCounts
 
 # --- controls ---------------------------------------------------------------------------------------------------------
 
@@ -46,16 +48,6 @@ CONTROLS = {
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SpeculationCounts:
-    """Counters of speculative decoding, under vLLM's names (`vllm:spec_decode_num_*`)."""
-
-    drafts: int = 0  # rows of verify steps with draft tokens
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)
 
 
 class SpecDecodeMetrics(NamedTuple):

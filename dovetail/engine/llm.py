@@ -31,13 +31,13 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams, renamed_attribute
-from dovetail.engine.spec.draft_weights import with_own_draft
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
+from dovetail.models.draft.draft import DraftModel
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
@@ -81,7 +81,7 @@ class LLM:
     def _open(self, model: str | Path, options: EngineOptions, progress: Progress | None) -> None:
         start = time.perf_counter()
         keep_compiled()
-        placement, options = placement_of(options), with_own_draft(options, str(model))
+        placement, options = placement_of(options), options.with_own_draft(str(model))
         log.info("reading the weights of %s", model)
         loaded = _load(model, options, placement, progress)
         self._begin(*loaded, options, placement, progress, start)
@@ -96,6 +96,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         devices: Many[Any] = (),
+        draft: DraftModel | None = None,
     ) -> LLM:
         """Return an LLM on weights that are in memory.
 
@@ -107,13 +108,15 @@ class LLM:
             tokenizer: The model's, if it has one.
             progress: See LLM.
             devices: The devices to use; by default jax's first.
+            draft: A draft model in place of the one that the options name. Its weights are random until
+                `engine.replace_draft` is called.
         """
         start = time.perf_counter()
         keep_compiled()
         placement = placement_of(options, devices, always=bool(devices))
         published = publish(params, config, compute_for(options, params).dtype, placement)
         llm = cls.__new__(cls)
-        llm._begin(config, published, tokenizer, options, placement, progress, start)
+        llm._begin(config, published, tokenizer, options, placement, progress, start, draft)
         return llm
 
     def _begin(
@@ -125,12 +128,13 @@ class LLM:
         placement: Placement | None,
         progress: Progress | None,
         start: float,
+        draft: DraftModel | None = None,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._adapter_folders = {name: Path(folder) for name, folder in options.lora_modules.items()}
         self.load_seconds = time.perf_counter() - start
         log.info("loaded the weights in %.1f s", self.load_seconds)
-        self.engine = build_engine(config, params, options, tokenizer, placement)
+        self.engine = build_engine(config, params, options, tokenizer, placement, draft)
         self.runner = self.engine.runner
         self._embedder = Embedder(self.engine, lambda function: function(self.engine))
         self._count = 0

@@ -7,7 +7,7 @@ and the `engine:` section of an RL recipe checks its keys against them. Names ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from dovetail.core.errors import UserError
@@ -120,6 +120,18 @@ class EngineOptions:
             )
         if not all(self.lora_modules):
             raise UserError("`lora_modules` must not have an empty name", param="lora_modules")
+
+    @property
+    def is_dummy(self) -> bool:
+        """Return whether weights are random."""
+        return self.load_format == "dummy"
+
+    def with_own_draft(self, model: str) -> EngineOptions:
+        """Return the options with the served model as the draft model of method mtp, if they name none."""
+        config = self.speculative_config
+        if config is None or config.model or not config.has_weights:
+            return self
+        return replace(self, speculative_config=replace(config, model=model))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineOptions:

@@ -78,7 +78,9 @@ def open_draft(
     path, kind = Path(where), draft_kind(hf, where)
     is_own = method == "mtp" and kind == PLAIN  # the layers of an ordinary model's own checkpoint
     if is_own and not dummy:
-        return _open_mtp(path, target)
+        if (own := own_mtp(path, target)) is None:
+            raise _without_mtp(where)
+        return own
     if not is_own and method not in (None, kind):
         raise CheckpointError(
             f"`speculative_config.method` must be {kind}, which {where} is, got {method!r}",
@@ -136,12 +138,13 @@ def _without_mtp(where: str) -> CheckpointError:
     )
 
 
-def _open_mtp(path: Path, target: ModelConfig) -> DraftCheckpoint:
-    """Open the layers of multi-token prediction that a model's own checkpoint has."""
+def own_mtp(path_or_name: str | Path, target: ModelConfig) -> DraftCheckpoint | None:
+    """Open the layers of multi-token prediction that a model's own checkpoint has; None if it has none."""
+    path = resolve(path_or_name)
     source = None if path.suffix == ".gguf" else SafetensorFolder(path)
     names = native_names(text_name(name) for name in source.tensors()) if source else None
     if source is None or names is None:
-        raise _without_mtp(str(path))
+        return None
     draft = Mtp(target, names)
     found = match_specs(source, draft.spec(), f"{path}: its MTP layers do not fit its config.", [".*"], text_name)
     return DraftCheckpoint(draft, source, found)

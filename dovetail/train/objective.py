@@ -157,6 +157,17 @@ class Frozen:
     load: Callable[[ModelConfig, Placement], Any]  # arrays
 
 
+@dataclass(frozen=True)
+class Companion:
+    """Hold state that checkpoints keep beside the trained weights, such as RL's drafter.
+
+    No step reads or changes it: the source of the batches does, between two steps (`TrainState.companion`).
+    """
+
+    abstract: Callable[[ModelConfig, Placement], Any]  # shapes with shardings
+    init: Callable[[Any, Params], Any]  # (train.prepare.Ready, the initial weights) -> arrays
+
+
 def _unchanged(params: Params, loads: Loads) -> Params:
     return params
 
@@ -185,6 +196,8 @@ class Objective:
     after_update: Callable[[Params, Loads], Params] = _unchanged
     # weights that it reads but does not train
     frozen: Frozen | None = None
+    # further state of the run's checkpoints
+    companion: Companion | None = None
     # (train.prepare.Ready) -> initial weights; None: those of the recipe's folder, or random ones
     initial: Callable[[Any], Params] | None = None
     # (folder, model, weights, tokenizer, dtype): exports a run's weights

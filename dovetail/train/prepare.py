@@ -60,7 +60,10 @@ class Ready:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Return the training state as shapes with shardings."""
-        return abstract_state(self.specs, self.settings, self.optimizer, self.placement)
+        state, companion = abstract_state(self.specs, self.settings, self.optimizer, self.placement), None
+        if self.objective.companion:
+            companion = self.objective.companion.abstract(self.cfg, self.placement)
+        return replace(state, companion=companion)
 
     @cached_property
     def abstract_batch(self) -> Batch:
@@ -152,7 +155,9 @@ class Ready:
 
     def init(self, params: Params | None = None) -> TrainState:
         """Return a new state with these weights, or with random ones."""
-        return init_state(self.cfg, self.specs, self.settings, self.optimizer, self.placement, params)
+        state = init_state(self.cfg, self.specs, self.settings, self.optimizer, self.placement, params)
+        companion = self.objective.companion
+        return replace(state, companion=companion.init(self, state.params)) if companion else state
 
     def rows_here(self) -> tuple[int, int]:
         """Return (which share of a batch's rows this process loads, number of shares)."""

@@ -31,6 +31,7 @@ class TrainState:
     health: health.HealthState
     ema: Params | None = None  # f32
     reference: Params | None = None  # f32: see core.training.StepModels.reference
+    companion: Any = None  # see train.objective.Companion; a step does not read it
 
 
 def abstract_state(

@@ -57,7 +57,7 @@ def make_step(
         params = objective.after_update(apply(state.params, updates, key), loads)
         ema = ema_update(state.ema, params, settings.ema) if settings.ema else None
         reference = synced(state.reference, params, state.step + 1, settings.step_models.reference)
-        new = TrainState(params, opt, state.step + 1, checks, ema, reference)
+        new = TrainState(params, opt, state.step + 1, checks, ema, reference, state.companion)
         metrics |= {"grad_norm": norm, "lr": rate(state.step), "ok": ok}
         if mesh.size > 1:  # a single device has nothing to compare with
             metrics["checksums"] = health.checksums(grads, mesh, layout)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from dovetail.core.choice import not_negative, one_of, require
 
-KINDS = ("dspark", "dflash", "eagle3", "mtp")
-BLOCKS = ("dspark", "dflash")
-TRAINABLE = (*BLOCKS, "eagle3")
+BLOCKS, CHAINS = ("dspark", "dflash"), ("eagle3", "mtp")
+KINDS = (*BLOCKS, *CHAINS)
 STATES = ("disk", "live")
 
 
@@ -16,11 +15,11 @@ STATES = ("disk", "live")
 class DrafterSettings:
     """Configure the new drafter and its loss."""
 
-    kind: str = "dspark"  # dspark, dflash or eagle3
+    kind: str = "dspark"  # dspark, dflash, eagle3 or mtp
     layers: int = 1  # of the drafter
-    num_speculative_tokens: int = 5  # draft tokens of a step: the block of dspark and dflash, eagle3's unrolled steps
+    num_speculative_tokens: int = 5  # draft tokens of a step: the block of dspark and dflash, unrolled steps of others
     taps: tuple[int, ...] = ()  # layers of the target to read, from 0; default: an early, a middle and a late one
-    vocab: int = 8192  # draft only the most frequent tokens of the answers; 0: the whole vocabulary
+    vocab: int = 8192  # draft only the most frequent tokens of the answers; 0, and with mtp: the whole vocabulary
     markov_rank: int = 64  # dspark: rank of the head that adds what the token before says
     mask_token_id: int = -1  # dspark, dflash: the token at the slots of a block; -1: the vocabulary's last
     anchors: int = 64  # dspark, dflash: blocks of each row and step, at random tokens of the answers
@@ -30,11 +29,6 @@ class DrafterSettings:
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, KINDS)
-        require(
-            self.kind in TRAINABLE,
-            f"kind must be one of {', '.join(TRAINABLE)}; got {self.kind}, which cannot be trained yet",
-            param="kind",
-        )
         one_of("hidden_states", self.hidden_states, STATES)
         not_negative(self, "vocab", "markov_rank")
         for name in ("layers", "num_speculative_tokens", "anchors"):
@@ -42,7 +36,21 @@ class DrafterSettings:
             require(value >= 1, f"{name} must be at least 1; got {value}", param=name)
         require(self.gamma > 0, f"gamma must be above 0; got {self.gamma}", param="gamma")
         require(self.l1 == -1 or 0 <= self.l1 <= 1, f"l1 must be from 0 to 1; got {self.l1}", param="l1")
-        require(self.kind != "eagle3" or self.layers == 1, "layers must be 1 with kind=eagle3", param="layers")
+        require(
+            self.kind in BLOCKS or self.layers == 1,
+            f"layers must be 1 with kind={self.kind}; got {self.layers}",
+            param="layers",
+        )
+        require(
+            self.kind != "mtp" or not self.taps,
+            f"taps must not be set with kind=mtp, which reads the target's last states; got {list(self.taps)}",
+            param="taps",
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many tokens the drafter knows; 0 for all."""
+        return 0 if self.kind == "mtp" else self.vocab
 
     @property
     def l1_weight(self) -> float:

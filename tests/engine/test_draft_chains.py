@@ -50,9 +50,9 @@ def recorded(draft, found: list):
         found.extend((int(tokens[i]), int(kv_lens[i]) - 1, drafted[:, i].tolist()) for i in range(num_seqs[0]))
 
     class Recorded(type(draft)):
-        def draft(self, params, target, tokens, ctx, cache, carried, count, pick):
-            drafted, cache = super().draft(params, target, tokens, ctx, cache, carried, count, pick)
-            jax.debug.callback(note, tokens, ctx.kv_lens, ctx.num_seqs, drafted)
+        def draft(self, call, carried, count, pick):
+            drafted, cache = super().draft(call, carried, count, pick)
+            jax.debug.callback(note, call.tokens, call.ctx.kv_lens, call.ctx.num_seqs, drafted)
             return drafted, cache
 
     return Recorded(**{field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)})

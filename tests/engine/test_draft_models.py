@@ -7,9 +7,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from engine.engines import GREEDY, OPTIONS, mixed_prompts, variant
-from engine.test_speculation import CASES, SAMPLED, Always, same
+from engine.test_speculation import CASES, SAMPLED, TEXTS, Always, same
 from refusals import refuses
 from tune.small_models import CONFIG, model_folder
 
@@ -18,7 +19,11 @@ from dovetail.core.spec import init
 from dovetail.engine.llm import LLM
 from dovetail.engine.spec.speculator import Speculator, speculator_of
 from dovetail.io.draft_folder import save_draft
+from dovetail.io.peft import save_adapter
+from dovetail.io.tool_formats.formats import TOOL_FORMATS
+from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.models.draft.registry import parse_draft
+from dovetail.models.lora import Lora, lora_spec
 from dovetail.models.registry import read_config
 
 DRAFTS = 4
@@ -89,13 +94,57 @@ def test_preempted_sequences_and_prefix_hits(llm):
         assert stats.speculation.accepted_tokens == stats.speculation.draft_tokens
 
 
-def test_grammars_beside_rows_with_draft_tokens(llm):
+@pytest.mark.parametrize("name", ["regular expression", "tool", "bad words"])
+def test_grammars_beside_rows_with_draft_tokens(llm, name):
     """A grammar's masks depend on each token, so such a row has no draft tokens."""
     free = replace(SAMPLED, max_tokens=20)
-    params = [free, replace(free, structured_outputs={"regex": "[a-d]{2,9}-[0-9]{3}"}), replace(GREEDY, max_tokens=20)]
-    prompts = ["say one", "say two", "say three"]
+    masked = replace(free, **TEXTS[name] if name in TEXTS else dict(structured_outputs=call_grammar()))
+    params, prompts = [free, masked, replace(GREEDY, max_tokens=20)], ["say one", "say two", "say three"]
     engine = drafting(llm)
     same(variant(llm).generate(prompts, params), engine.generate(prompts, params))
+    assert engine.engine.stats().speculation.drafts > 0
+    alone = drafting(llm)
+    same(variant(llm).generate(prompts[1], masked), alone.generate(prompts[1], masked))
+    assert alone.engine.stats().speculation.drafts == 0
+
+
+def call_grammar() -> dict:
+    """Return the grammar of a required call of a tool."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "boolean"}}}}
+    return {"grammar": grammar_for(TOOL_FORMATS["hermes"], [{"type": "function", "function": function}], "required")}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_stop_strings_inside_a_block(llm, temperature):
+    params = replace(SAMPLED, temperature=temperature, max_tokens=30, stop=("a", "th", "on"))
+    prompts = ["say 5", "the one and the other", "<7>"]
+    expected, engine = variant(llm).generate(prompts, params), drafting(llm)
+    found = engine.generate(prompts, params)
+    same(expected, found)
+    assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in expected]
+    assert engine.engine.stats().speculation.drafts > 0
+
+
+HARD = ["dspark", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("itself", "eagle3"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HARD)
+def test_over_two_devices_and_with_adapters(kind, tmp_path):
+    folder = model_folder(tmp_path)
+    lora, cfg = Lora(r=2, lora_alpha=8), read_config(Path(folder))
+    values = jax.tree.map(np.asarray, init(lora_spec(cfg, lora), jax.random.key(1), jnp.float32, 0.3))
+    values = jax.tree_util.tree_map_with_path(lambda path, x: x + 0.1 if path[-1].key == "lora_b" else x, values)
+    save_adapter(tmp_path / "adapter", cfg, values, lora, folder)
+    config = {"model": draft_folder(kind, tmp_path), "num_speculative_tokens": DRAFTS}
+    options = OPTIONS | dict(max_num_seqs=4, tensor_parallel_size=2, lora_modules={"a": str(tmp_path / "adapter")})
+    llm = LLM(folder, **options, speculative_config=config)
+    llm.runner.steps.all([llm.runner.buckets.verify(rows, DRAFTS) for rows in (1, 2, 4)])
+    params, names = replace(SAMPLED, logprobs=2), ["a", None, "a", None, "a"]
+    expected = variant(llm).generate(PROMPTS, params, adapter=names)
+    assert expected[0].outputs[0].token_ids != variant(llm).generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    engine = drafting(llm)
+    same(expected, engine.generate(PROMPTS, params, adapter=names))
     assert engine.engine.stats().speculation.drafts > 0
 
 

@@ -43,6 +43,8 @@ CASES = {
 class Replay:
     """Propose what the target will sample, each token replaced by another with a probability of `wrong`."""
 
+    runs_ahead = False
+
     def __init__(self, outputs, wrong: float = 0.3, seed: int = 0):
         done = [(output, each) for output in outputs for each in output.outputs]
         self._answers = {(output.prompt_token_ids, each.index): each.token_ids for output, each in done}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data.conftest import small_tokenizer
+from engine.test_speculation import Always
 from refusals import refuses
 from tune.small_models import CONFIG, metrics, model_folder
 from typer.testing import CliRunner
@@ -20,10 +21,12 @@ from dovetail.cli.main import app
 from dovetail.core.errors import FileError, RecipeError
 from dovetail.core.spec import init
 from dovetail.core.types import Batch, Packed, Paged
+from dovetail.engine.request.params import SamplingParams
 from dovetail.io.draft_folder import load_draft
 from dovetail.io.load import load, save
 from dovetail.models.decoder import init_cache, tapped
-from dovetail.models.draft.draft import Target
+from dovetail.models.draft.draft import DraftCall, Target
+from dovetail.models.mtp import with_mtp
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from dovetail.tune.draft import answers
@@ -37,7 +40,12 @@ SMALL = dict(
     schedule={"name": "constant"},
 )  # fmt: skip
 LONG = pytest.mark.thorough
-KINDS = ["dspark", pytest.param("dflash", marks=LONG), pytest.param("eagle3", marks=LONG)]
+KINDS = [
+    "dspark",
+    pytest.param("dflash", marks=LONG),
+    pytest.param("eagle3", marks=LONG),
+    pytest.param("mtp", marks=LONG),
+]
 
 
 def prompts(count: int = 24) -> list[dict]:
@@ -124,7 +132,8 @@ def test_answers_that_records_have_are_kept_on_request(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes, param, kind",
     [
-        (dict(drafter={"kind": "mtp"}), "drafter.kind", RecipeError),
+        (dict(drafter={"kind": "mtp", "layers": 2}), "drafter.layers", RecipeError),
+        (dict(drafter={"kind": "mtp", "taps": [1]}), "drafter.taps", RecipeError),
         (dict(drafter={"kind": "dsparc"}), "drafter.kind", RecipeError),
         (dict(drafter={"l1": 2.0}), "drafter.l1", RecipeError),
         (dict(lora={"r": 4}), "lora", RecipeError),
@@ -162,10 +171,10 @@ def steps_in_pages(model, params, target: Target, tokens: list[int], first: int,
     while at < T - 1:
         new = at - done  # tokens that the target has computed since the last step
         ctx = Paged(tables, jnp.asarray([at]), jnp.asarray([0, new]), jnp.ones(1, jnp.int32))
-        cache, _ = model.absorb(params, target, row[0, done:at], taps[0, done:at], ctx, cache, None)
+        cache, _ = model.absorb(DraftCall(params, target, row[0, done:at], ctx, cache), taps[0, done:at], None)
         ctx = Paged(tables, jnp.asarray([at + 1]), jnp.asarray([0, 1]), jnp.ones(1, jnp.int32))
         pick = lambda j, logits: jnp.argmax(logits, -1).astype(jnp.int32)  # noqa: E731
-        drafts, cache = model.draft(params, target, row[0, at : at + 1], ctx, cache, None, count, pick)
+        drafts, cache = model.draft(DraftCall(params, target, row[0, at : at + 1], ctx, cache), None, count, pick)
         right = 0
         while right < count and at + 1 + right < T and int(drafts[right, 0]) == tokens[at + 1 + right]:
             right += 1
@@ -193,6 +202,38 @@ def test_a_drafter_of_a_predictable_target_is_accepted(kind, tmp_path):
         found.append(steps_in_pages(model, params, Target(target.params, target.config), tokens, len(prompt), 4))
     gained, steps = np.sum(found, axis=0)
     assert gained / steps > 2
+
+
+def test_an_mtp_layer_is_trained_as_it_is_served(tmp_path):
+    """The metric on held-out prompts is what the folder gains in an engine."""
+    folder = cycling_model(tmp_path)
+    given = SMALL | {"drafter": {"kind": "mtp", "num_speculative_tokens": 4}}
+    ended = dt.draft(
+        model=folder, data={"path": _written(tmp_path), "held_out": 0.1}, steps=60, run_dir=tmp_path / "run",
+        eval={"every": 60, "batches": 1}, out=tmp_path / "drafter", **given,
+    )  # fmt: skip
+    reported = ended.metrics["held_out_accepted_length"]
+    assert reported > 2
+    config = {"method": "mtp", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 4}
+    llm = dt.LLM(folder, dtype="f32", max_model_len=64, max_num_seqs=1, speculative_config=config)
+    llm.runner.steps.all([llm.runner.buckets.verify(1, 4)])
+    llm.engine.speculator.length = Always((4,))
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    for row in prompts(40)[-3:]:
+        llm.chat(row["messages"], params)
+    counts = llm.engine.stats().speculation
+    assert 1 + counts.accepted_tokens / counts.drafts > 2
+
+
+@LONG
+def test_the_mtp_layer_of_a_checkpoint_is_trained_further(tmp_path):
+    cfg = parse_config(CONFIG | {"num_nextn_predict_layers": 1}, "here")
+    params = init(with_mtp(spec(cfg), cfg), jax.random.key(0), jnp.float32, 0.1)
+    save(tmp_path / "model", cfg, params, small_tokenizer())
+    given = SMALL | {"drafter": {"kind": "mtp"}, "optimizer": {"lr": 1e-12}}
+    ended = dt.draft(model=str(tmp_path / "model"), data=prompts(), steps=1, run_dir=tmp_path / "run", **given)
+    _, found = load_draft(ended.folder / "export/step_1", cfg, jnp.float32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found["mtp"], params["mtp"])
 
 
 def _written(place: Path) -> str:

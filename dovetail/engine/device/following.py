@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dovetail.core.types import Cache, Paged, Params
 from dovetail.engine.request.params import MAX_LOGPROBS
 from dovetail.models.config import ModelConfig
-from dovetail.models.draft.draft import Carried, DraftModel, Target
+from dovetail.models.draft.draft import Carried, DraftCall, DraftModel, Target
 from dovetail.ops.sample import SampleInputs, advance, sample
 
 
@@ -74,7 +74,8 @@ def follow(
     features, carried = followed.features, None
     if features is not None:
         carried = Carried(features[slots], followed.position[slots] == starts - 1)
-    pages, new = draft.absorb(params["draft"], Target(params, cfg), tokens, seen, ctx, cache[own:], carried)
+    call = DraftCall(params["draft"], Target(params, cfg), tokens, ctx, cache[own:])
+    pages, new = draft.absorb(call, seen, carried)
     if features is not None:
         assert new is not None
         features = features.at[slots].set(new[newest].astype(features.dtype))
@@ -123,8 +124,8 @@ def propose(
         return sample(logits, advance(bare, j), history, MAX_LOGPROBS, ctx.platform, ctx.placement)[0]
 
     carried = followed.features[slots] if followed.features is not None else None
-    target = Target(params, cfg)
-    found, pages = draft.draft(params["draft"], target, tokens, rows, cache[own:], carried, count, pick)
+    call = DraftCall(params["draft"], Target(params, cfg), tokens, rows, cache[own:])
+    found, pages = draft.draft(call, carried, count, pick)
     return found, (*cache[:own], *pages)
 
 

@@ -178,6 +178,15 @@ class Runner:
         params = self.adapters.on(weights.params)  # as steps take them; made once, it takes a millisecond
         self.params: Params = with_draft(params, self.draft)
 
+    def replace_draft(self, draft: Params) -> None:
+        """Replace the draft model's weights by copies of these; no step may be in flight."""
+
+        def copied(new: jax.Array, old: Any) -> jax.Array:
+            return jax.device_put(jnp.array(new, old.dtype, copy=True), old.sharding)
+
+        self.draft = jax.tree.map(copied, draft, self.draft)
+        self.weights = self._weights
+
     def renew(self) -> None:
         """Allocate pages and last tokens again if a step that failed has consumed the donated ones."""
         if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables, self.followed))):

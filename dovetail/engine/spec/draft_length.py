@@ -39,9 +39,16 @@ class DraftLength:
 
     def __init__(self, choices: tuple[int, ...]):
         self.choices = choices
-        self.survival = [PRIOR**k for k in range(1, choices[-1] + 1)]  # P(the first k drafts are accepted)
+        self.survival = self._prior()  # P(the first k drafts are accepted)
         self.saved_seconds = 0.0  # estimate: decode steps for the same tokens would have taken so much longer
         self._rows: dict[int, _Rows] = {}
+
+    def forget_acceptance(self) -> None:
+        """Expect the acceptance of a drafter of which nothing was verified, because it was replaced."""
+        self.survival = self._prior()
+
+    def _prior(self) -> list[float]:
+        return [PRIOR**k for k in range(1, self.choices[-1] + 1)]
 
     def tokens(self, drafts: int) -> float:
         """Return the tokens per row that a step with so many draft tokens gains on average."""

@@ -15,6 +15,11 @@ from dovetail.engine.schedule.plan import UNKNOWN
 class Drafter(Protocol):
     """Propose draft tokens for sequences."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Return whether it proposes before the tokens of the last step are known."""
+        ...
+
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that may follow the sequence's known tokens; none if nothing is likely."""
         ...
@@ -26,6 +31,8 @@ class Drafter(Protocol):
 
 class DeviceDrafter:
     """Leave the draft tokens to the draft model, which runs in the verify step."""
+
+    runs_ahead = True
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return `most` unknown tokens; none for a sequence whose masks depend on the tokens before (a grammar)."""

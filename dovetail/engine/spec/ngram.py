@@ -22,6 +22,8 @@ class NgramDrafter:
     least: int
     most: int
 
+    runs_ahead = False
+
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that followed the same n-gram."""
         tokens, index = seq.tokens, seq.draft_state

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from dovetail.engine.interface import SpeculationCounts
+from dovetail.engine.device.batch import MOST_VERIFIED, Buckets
 from dovetail.engine.request.sequence import Sequence, Status
-from dovetail.engine.schedule.plan import Drafts, StepPlan
+from dovetail.engine.schedule.plan import Drafts, Gain, StepDemand, StepPlan
 from dovetail.engine.spec.config import SpeculativeConfig
+from dovetail.engine.spec.counts import SpeculationCounts
 from dovetail.engine.spec.draft_length import DraftLength
 from dovetail.engine.spec.drafter import DeviceDrafter, Drafter
 from dovetail.engine.spec.ngram import NgramDrafter
@@ -23,15 +24,27 @@ class Speculator:
         self.counts = SpeculationCounts(accepted_per_pos=[0] * length.choices[-1])
         self._since = 0.0  # when the last step was planned
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Return whether a step can be planned before the tokens of the last one are known."""
-        return isinstance(self.drafter, DeviceDrafter)
+    def wanted(self, demand: StepDemand, buckets: Buckets, most_tokens: int) -> int:
+        """Return the draft tokens per row of the next step; 0 for a step without any.
+
+        Args:
+            demand: The work that waits for a step.
+            buckets: The shapes that steps are compiled for.
+            most_tokens: The most tokens of a step.
+        """
+        if demand.prompts or not 0 < demand.decoding <= MOST_VERIFIED:
+            return 0
+        most = self.length.choose(buckets.decode(demand.decoding).rows)
+        return most if demand.decoding * (1 + most) <= most_tokens else 0
+
+    def must_wait(self, most: int, last: StepPlan) -> bool:
+        """Return whether a step with `most` draft tokens is planned only when the tokens of the last one are known."""
+        return not self.drafter.runs_ahead if most else last.requested > 0
 
     def propose(self, running: Iterable[Sequence], most: int) -> Drafts:
         """Return up to `most` draft tokens for each of the sequences.
 
-        All their tokens are known, unless `runs_ahead`.
+        All their tokens are known, unless the drafter runs ahead.
         """
         self._since = time.perf_counter()
         found = {}
@@ -41,22 +54,25 @@ class Speculator:
                 found[seq] = drafts
         return found
 
-    def committed(
-        self, plan: StepPlan, rows: int, gained: dict[Sequence, int], seconds: float | None, quiet: bool
-    ) -> None:
-        """Count what a step that speculated gained.
+    def learn(self, plan: StepPlan, rows: int, gains: list[Gain], seconds: float | None, quiet: bool) -> None:
+        """Measure a step, count what its draft tokens gained, and learn from sequences that ended with it.
 
         Args:
             plan: The step's plan.
             rows: The rows that it was padded to.
-            gained: The number of tokens that each sequence gained.
+            gains: The tokens that each sequence gained.
             seconds: How long the step took, if another one was in flight.
             quiet: Whether nothing else was waited for, so that the time since it was planned is its own.
         """
-        if not self.runs_ahead:
+        if plan.requested and not self.drafter.runs_ahead:
             seconds = time.perf_counter() - self._since if quiet else None
-        if seconds is not None:
-            self.length.measured(rows, plan.requested, seconds)
+        if seconds is not None and (plan.requested or plan.is_decode):
+            self.length.measured(rows, plan.requested, seconds, plan.steps)
+        if plan.requested:
+            self._count(plan, {seq: len(tokens) for seq, tokens, _ in gains})
+        self.finish(seq for seq, _, _ in gains)
+
+    def _count(self, plan: StepPlan, gained: dict[Sequence, int]) -> None:
         found = [(row, gained[row.seq] - 1) for row in plan.rows if row.seq in gained]  # others have ended before
         self.length.verified([accepted for _, accepted in found], plan.requested)
         counts = self.counts

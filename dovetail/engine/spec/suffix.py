@@ -104,6 +104,8 @@ class SuffixDrafter:
         least: Least probability of a draft token, by the counts.
     """
 
+    runs_ahead = False
+
     def __init__(self, depth: int = 24, cached: int = 10_000, factor: float = 1.0, least: float = 0.1):
         self._depth, self._cached, self._factor, self._least = depth, cached, factor, least
         self._past, self._outputs = SuffixTrie(depth), deque[list[int]]()

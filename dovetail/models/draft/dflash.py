@@ -26,7 +26,7 @@ from dovetail.models.block import Residual, block
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
 from dovetail.models.draft.block_attention import BlockAttention, whole_blocks
-from dovetail.models.draft.draft import Carried, Pick, Target
+from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
 from dovetail.models.registry import FAMILIES
 from dovetail.models.spec import layer_spec
 from dovetail.ops.linear import matmul
@@ -100,17 +100,9 @@ class DFlash:
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
-    def absorb(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        tapped: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: Carried | None,
-    ) -> tuple[Cache, None]:
+    def absorb(self, call: DraftCall, tapped: jax.Array, carried: Carried | None) -> tuple[Cache, None]:
         """Store the context's keys and values of a call of the target."""
+        params, _, tokens, ctx, cache = call
         context, table = self.context(params, tapped), self._table(ctx, tokens.shape[0])
         entries = []
         for layer, p, entry in zip(self.layers, params["layers"], cache, strict=True):
@@ -119,18 +111,9 @@ class DFlash:
             entries.append(attn.store(p["attn"], context, table, ctx, entry, self.cfg.norm_eps, 0.0)[1])
         return tuple(entries), None
 
-    def draft(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: jax.Array | None,
-        count: int,
-        pick: Pick,
-    ) -> tuple[jax.Array, Cache]:
+    def draft(self, call: DraftCall, carried: jax.Array | None, count: int, pick: Pick) -> tuple[jax.Array, Cache]:
         """Propose `count` tokens after each sequence's newest one; only the slots that they need are computed."""
+        params, target, tokens, ctx, cache = call
         slots = count + (not self.sample_from_anchor)
         ctx = whole_blocks(ctx, slots)
         x = self.embed_blocks(target, tokens, slots, ctx).reshape(-1, self.cfg.dim)

@@ -30,6 +30,16 @@ class Target(NamedTuple):
     cfg: ModelConfig
 
 
+class DraftCall(NamedTuple):
+    """Hold what every call of a draft model is given."""
+
+    params: Params  # the draft model's weights
+    target: Target
+    tokens: jax.Array
+    ctx: Paged
+    cache: Cache  # the draft model's pages
+
+
 class Carried(NamedTuple):
     """Hold the feature of the token before each row's first one, which an earlier call computed."""
 
@@ -64,25 +74,12 @@ class DraftModel(Protocol):
         """Return the tree of the draft model's own weights as ParamSpecs."""
         ...
 
-    def absorb(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        tapped: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: Carried | None,
-    ) -> tuple[Cache, jax.Array | None]:
+    def absorb(self, call: DraftCall, tapped: jax.Array, carried: Carried | None) -> tuple[Cache, jax.Array | None]:
         """Follow a call of the target.
 
         Args:
-            params: The draft model's weights.
-            target: The target.
-            tokens: [T].
+            call: The tokens [T] and the context of the target's call.
             tapped: [T, len(taps) * D], the taps side by side.
-            ctx: The context of the target's call.
-            cache: The draft model's pages.
             carried: The features before the rows' first tokens; None if `feature_dim` is 0.
 
         Returns:
@@ -90,25 +87,13 @@ class DraftModel(Protocol):
         """
         ...
 
-    def draft(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: jax.Array | None,
-        count: int,
-        pick: Pick,
-    ) -> tuple[jax.Array, Cache]:
+    def draft(self, call: DraftCall, carried: jax.Array | None, count: int, pick: Pick) -> tuple[jax.Array, Cache]:
         """Propose tokens.
 
         Args:
-            params: The draft model's weights.
-            target: The target.
-            tokens: [S], each sequence's newest token.
-            ctx: Rows of one token: kv_lens is n + 1. Where a row has no pages, its table has a page that nobody reads.
-            cache: The draft model's pages. What is written from position n on is overwritten by the next `absorb`.
+            call: The newest token of each sequence [S], and rows of one token: kv_lens is n + 1. Where a row has no
+                pages, its table has a page that nobody reads. What is written from position n on is overwritten by the
+                next `absorb`.
             carried: [S, F], the features of the tokens before the newest.
             count: How many tokens to propose, at most `most`.
             pick: Chooses the tokens of a position from its logits, as the target's sampler will.

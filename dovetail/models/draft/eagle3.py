@@ -27,7 +27,7 @@ from dovetail.models.block import Residual, Table, block, feed_forward, norm
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.decoder import embed, unembed
 from dovetail.models.draft.check import check_size, check_taps, check_verifier
-from dovetail.models.draft.draft import Carried, Pick, Target
+from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
 from dovetail.models.draft.shift import MOST, features_before, of_rows, shifted
 from dovetail.models.family import Fields
 from dovetail.models.registry import family_of, parse_config
@@ -122,40 +122,23 @@ class Eagle3:
 
     # --- the forward --------------------------------------------------------------------------------------------------
 
-    def absorb(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        tapped: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: Carried | None,
-    ) -> tuple[Cache, jax.Array | None]:
+    def absorb(self, call: DraftCall, tapped: jax.Array, carried: Carried | None) -> tuple[Cache, jax.Array | None]:
         """Follow a call of the target (see `DraftModel.absorb`).
 
         Of the last layer only the keys and values are used: XLA removes the rest.
         """
         assert carried is not None
+        params, target, tokens, ctx, cache = call
         features = self.features(params, tapped)
         moved, index = shifted(ctx, len(tokens), jnp.where(carried.known, 0, 1))
         before = features_before(ctx, index, features, carried.feature)
         _, cache = self._run(params, target, tokens[index], before, moved, cache)
         return cache, features
 
-    def draft(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: jax.Array | None,
-        count: int,
-        pick: Pick,
-    ) -> tuple[jax.Array, Cache]:
+    def draft(self, call: DraftCall, carried: jax.Array | None, count: int, pick: Pick) -> tuple[jax.Array, Cache]:
         """Propose tokens (see `DraftModel.draft`)."""
         assert carried is not None
+        params, target, tokens, ctx, cache = call
         moved, index = shifted(ctx, len(tokens), jnp.zeros_like(ctx.kv_lens))
         hidden, drafted = carried, []
         for j in range(count):

@@ -30,7 +30,7 @@ from dovetail.core.types import Cache, Paged, Params
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed, unembed
 from dovetail.models.draft.check import check_size, check_verifier
-from dovetail.models.draft.draft import Carried, Pick, Target
+from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
 from dovetail.models.draft.shift import MOST, features_before, of_rows, shifted
 from dovetail.models.mtp import mtp_depth, mtp_layer, mtp_spec, mtp_step
 from dovetail.models.registry import parse_config
@@ -104,18 +104,10 @@ class Mtp:
             specs = tree_map(lambda leaf: _renamed(leaf, at, NAMES[self.names]), specs)
         return {"mtp": specs}
 
-    def absorb(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        tapped: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: Carried | None,
-    ) -> tuple[Cache, jax.Array | None]:
+    def absorb(self, call: DraftCall, tapped: jax.Array, carried: Carried | None) -> tuple[Cache, jax.Array | None]:
         """Follow a call of the target (see `DraftModel.absorb`)."""
         assert carried is not None
+        params, target, tokens, ctx, cache = call
         states, entries, drop = [tapped], [], jnp.zeros_like(ctx.kv_lens)
         for k, before in enumerate(jnp.split(carried.feature, self.depth, axis=-1), start=1):
             # without the state before the first token, a depth lacks its input for one token more than the depth above
@@ -129,19 +121,10 @@ class Mtp:
             entries.append(entry)
         return tuple(entries), jnp.concatenate(states[: self.depth], axis=-1)
 
-    def draft(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: jax.Array | None,
-        count: int,
-        pick: Pick,
-    ) -> tuple[jax.Array, Cache]:
+    def draft(self, call: DraftCall, carried: jax.Array | None, count: int, pick: Pick) -> tuple[jax.Array, Cache]:
         """Propose tokens (see `DraftModel.draft`)."""
         assert carried is not None
+        params, target, tokens, ctx, cache = call
         last, entries, drafted = self.depth - 1, list(cache), []
         inputs = dict(enumerate(jnp.split(carried, self.depth, axis=-1)))  # of each depth, for the newest token
         for j in range(count):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.errors import CheckpointError
-from dovetail.core.types import Cache, Paged, Params
+from dovetail.core.types import Cache
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import forward, unembed
-from dovetail.models.draft.draft import Carried, Pick, Target
+from dovetail.models.draft.draft import Carried, DraftCall, Pick
 from dovetail.models.spec import spec
 from dovetail.ops.paged import token_rows
 
@@ -37,34 +37,17 @@ class PlainDraft:
         """Return the model's weights."""
         return spec(self.cfg)
 
-    def absorb(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        tapped: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: Carried | None,
-    ) -> tuple[Cache, None]:
+    def absorb(self, call: DraftCall, tapped: jax.Array, carried: Carried | None) -> tuple[Cache, None]:
         """Compute the tokens' keys and values (see DraftModel.absorb)."""
+        params, _, tokens, ctx, cache = call
         _, positions, _ = token_rows(ctx, tokens.shape[0])
         _, new = forward(params, self.cfg, tokens, positions, ctx, cache)
         assert new is not None
         return new, None
 
-    def draft(
-        self,
-        params: Params,
-        target: Target,
-        tokens: jax.Array,
-        ctx: Paged,
-        cache: Cache,
-        carried: jax.Array | None,
-        count: int,
-        pick: Pick,
-    ) -> tuple[jax.Array, Cache]:
+    def draft(self, call: DraftCall, carried: jax.Array | None, count: int, pick: Pick) -> tuple[jax.Array, Cache]:
         """Propose tokens (see DraftModel.draft)."""
+        params, _, tokens, ctx, cache = call
         found = []
         for j in range(count):
             here = replace(ctx, kv_lens=ctx.kv_lens + j)

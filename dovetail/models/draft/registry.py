@@ -16,6 +16,7 @@ from dovetail.models.registry import parse_config
 
 KINDS = ("eagle3", "mtp", "dflash", "dspark")  # with weights that only a draft model has
 PLAIN = "draft_model"
+NOT_SUPPORTED = {"gemma4_assistant": "the Gemma 4 assistant"}  # by model_type
 
 
 def draft_kind(hf: dict[str, Any], where: str = "config.json") -> str:
@@ -30,6 +31,11 @@ def draft_kind(hf: dict[str, Any], where: str = "config.json") -> str:
                 param="speculators_model_type",
             )
         return kind
+    if str(hf.get("model_type")) in NOT_SUPPORTED:
+        name = NOT_SUPPORTED[hf["model_type"]]
+        raise UnsupportedError(
+            f"{where}: {name} is not supported as a draft model. Supported: {', '.join(KINDS)}", param="model_type"
+        )
     architectures = " ".join(map(str, hf.get("architectures") or ())).lower()
     for kind in ("eagle3", "dspark", "dflash"):
         if kind in architectures:

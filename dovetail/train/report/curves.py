@@ -329,6 +329,12 @@ _NAMES = {
         "seconds saved by draft tokens",
         "Estimate per rollout: decode steps for the same tokens, by their measured time, minus the verify steps.",
     ),
+    "drafter_loss": Name(
+        "loss of the drafter", "Of its last update on a rollout: distance to the policy's distribution."
+    ),
+    "drafter_accepted": Name(
+        "accepted draft tokens in training", "Per draft, where each draft token is the likeliest."
+    ),
     "answers": Name(
         "share of the answers", "Cut off: they reached max_completion_length. Without a reward: every reward failed."
     ),

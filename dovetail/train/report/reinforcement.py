@@ -16,6 +16,7 @@ NAMED = "reward/"
 _DRAWN = (
     "reward", "reward_std", "kl", "entropy", "completion_length", "clip_fraction", "gap", "gap_max", "ratio",
     "truncated", "unjudged", "rollout_tokens_per_second", "accepted_length", "seconds_saved",
+    "drafter_loss", "drafter_accepted",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def charts(run: RunRecord) -> list[str]:
         *_named_rewards(run), _evaluation(run), _one(run, "kl", 3), _one(run, "entropy", 2),
         _one(run, "completion_length", 6), _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run),
         _times(run), _one(run, "accepted_length", 1), _one(run, "seconds_saved", 1),
+        _one(run, "drafter_loss", 1),
     ]  # fmt: skip
 
 

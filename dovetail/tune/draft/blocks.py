@@ -34,6 +34,7 @@ class TrainedBlocks:
     """Compute the hidden states of blocks (see objective.Trained)."""
 
     model: DFlash
+    scales = False
 
     def prepare(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, seen: Seen) -> Prepared:
         """Return the context that keys and values are computed from."""

@@ -1,4 +1,4 @@
-"""Run EAGLE-3 drafters on packed rows, unrolled for several draft tokens.
+"""Run EAGLE-3 and MTP drafters on packed rows, unrolled for several draft tokens.
 
 The chain of token q starts with the target's hidden states at q. Its first step sees the first steps of all tokens up
 to q, its later steps also the chain's own steps before them: what serving finds in the pages.
@@ -15,12 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import UnsupportedError
 from dovetail.core.types import Batch, Packed, Params
 from dovetail.models.attention import Attention
-from dovetail.models.block import norm
-from dovetail.models.config import ModelConfig
+from dovetail.models.block import block, norm
+from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
 from dovetail.models.draft.eagle3 import Eagle3
+from dovetail.models.draft.mtp import Mtp
+from dovetail.models.mtp import mtp_step
 from dovetail.ops.packed import MASKED
 from dovetail.train.objective import StepContext
 from dovetail.tune.draft.states import Seen, take
@@ -41,6 +44,8 @@ class ChainAttention(Attention):
         q = q.reshape(B, T, K, -1, H)
         at = jnp.arange(T)
         visible = (at[:, None] >= at) & (ctx.segment_ids[:, :, None] == ctx.segment_ids[:, None])
+        if self.window is not None:
+            visible &= at[:, None] + len(later) - at < self.window
         scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * self.scale
         scores = [jnp.where(visible[:, None, None], scores, MASKED)]
         for step_k, _ in later:
@@ -60,6 +65,11 @@ class TrainedChains:
     model: Eagle3
     steps: int  # N
 
+    @property
+    def scales(self) -> bool:
+        """Return whether the logits are those of the target's head, with its scale."""
+        return "head" in self.model.shared
+
     def prepare(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, seen: Seen) -> jax.Array:
         """Return the normed states [B, T, N, D] of the chains of all tokens."""
         model = _for_chains(self.model)
@@ -68,8 +78,7 @@ class TrainedChains:
         assert rope is not None
         hidden, entry, found = model.features(params, seen.taps), None, []
         for j in range(self.steps):
-            token = jnp.pad(batch.tokens[:, j + 1 :], ((0, 0), (0, j + 1)))
-            x = embed({"embed": table}, cfg, token, ctx.placement)
+            x = embed({"embed": table}, cfg, later(batch.tokens, j + 1), ctx.placement)
             turns = rope.tables(batch.positions + j)
             stream, entry = model.first_layer(params["layers"][0], x, hidden, turns, packed, entry)
             hidden = stream.x if stream.pending is None else stream.x + stream.pending
@@ -83,10 +92,58 @@ class TrainedChains:
         return take(prepared, jnp.maximum(newest - 1, 0))
 
 
+@dataclass(frozen=True)
+class TrainedMtp:
+    """Compute the hidden states of a layer of multi-token prediction that runs on its own output."""
+
+    model: Mtp
+    steps: int  # N
+    scales = True
+
+    def prepare(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, seen: Seen) -> jax.Array:
+        """Return the states [B, T, N, D] of the chains of all tokens; they start with the target's final states."""
+        (p,), table = params["mtp"], jax.lax.stop_gradient(ctx.frozen["embed"])
+        packed, run = Packed(batch.segment_ids, ctx.platform, ctx.placement), self._block
+        hidden, entry, found = seen.taps, None, []
+        for j in range(self.steps):
+            token = embed({"embed": table}, cfg, later(batch.tokens, j + 1), ctx.placement)
+            hidden, entry, _ = mtp_step(p, cfg, token, hidden, batch.positions + j, packed, entry, run)
+            found.append(hidden)
+        return jnp.stack(found, axis=2)
+
+    hidden = TrainedChains.hidden
+
+    def _block(self, *given: Any, cfg: ModelConfig, layer: Layer) -> Any:
+        return block(*given, cfg=cfg, layer=_chained(layer) if self.steps > 1 else layer)
+
+
+def later(tokens: jax.Array, count: int) -> jax.Array:
+    """Return at each place [B, T] the token so many places later; 0 past the end."""
+    return jnp.pad(tokens[:, count:], ((0, 0), (0, count)))
+
+
+def check_chain(layer: Layer, steps: int, param: str) -> None:
+    """Refuse to unroll a layer whose attention is not supported in chains.
+
+    Raises:
+        UnsupportedError: `steps` is above 1 and the layer has latents, sinks, a soft cap or a recurrent state.
+    """
+    attn = layer.attn
+    if steps > 1 and (type(attn) is not Attention or attn.sinks or attn.softcap is not None):
+        raise UnsupportedError(
+            f"`{param}` must be 1 for a model whose last layer has no plain attention (latents, sinks, a soft cap), "
+            f"got {steps}",
+            param=param,
+        )
+
+
+def _chained(layer: Layer) -> Layer:
+    """Return a layer with attention over chains."""
+    fields = {f.name: getattr(layer.attn, f.name) for f in dataclasses.fields(layer.attn)}
+    return dataclasses.replace(layer, attn=ChainAttention(**fields))
+
+
 def _for_chains(model: Eagle3) -> Eagle3:
     """Return the model with attention over chains."""
-    layers = []
-    for layer in model.cfg.layers:
-        fields = {f.name: getattr(layer.attn, f.name) for f in dataclasses.fields(layer.attn)}
-        layers.append(dataclasses.replace(layer, attn=ChainAttention(**fields)))
-    return dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, layers=tuple(layers)))
+    layers = tuple(map(_chained, model.cfg.layers))
+    return dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, layers=layers))

@@ -14,23 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.compute import compute_of
 from dovetail.core.errors import FileError
 from dovetail.core.reporter import Reporter
+from dovetail.core.spec import init
 from dovetail.core.types import Params
 from dovetail.data.example_rows import ExampleLoader
-from dovetail.io.draft_folder import save_draft
+from dovetail.io.draft_folder import own_mtp, save_draft
 from dovetail.io.load import config_of, load, whole_folder
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.dflash import DFlash
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.draft.eagle3 import Eagle3
+from dovetail.models.draft.mtp import Mtp
+from dovetail.models.mtp import mtp_layer
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Objective, whole
 from dovetail.train.settings import check_causal
 from dovetail.tune.draft.answers import answered
 from dovetail.tune.draft.blocks import TrainedBlocks
-from dovetail.tune.draft.chains import TrainedChains
+from dovetail.tune.draft.chains import TrainedChains, TrainedMtp, check_chain
 from dovetail.tune.draft.new import NewDraft, draft_config, new_draft, with_given
 from dovetail.tune.draft.objective import DraftObjective, Trained
 from dovetail.tune.draft.states import States, frozen_part
@@ -84,6 +88,9 @@ def draft_settings(
     """Run the settings in `folder`; for `how` see train.launch."""
     if out and Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise FileError(f"{out} exists and is not an empty folder: choose another folder, or remove it", param="out")
+    if settings.drafter.kind == "mtp":
+        layer = mtp_layer(config_of(settings.model))
+        check_chain(layer, settings.drafter.num_speculative_tokens, "drafter.num_speculative_tokens")
     reporter = reporter or Reporter()
     rows = functools.partial(answered, folder=folder, records=records, reporter=reporter)
     ended = tune_settings(
@@ -99,9 +106,14 @@ def draft_settings(
 def with_model(settings: Draft, rows: ExampleLoader) -> Draft:
     """Return the settings with the drafter's vocabulary, which the answers decide, and its model."""
     cfg = config_of(settings.model)
-    ids = frequent_tokens(rows, settings.drafter.vocab) if 0 < settings.drafter.vocab < cfg.vocab else ()
+    count = settings.drafter.vocab_size
+    ids = frequent_tokens(rows, count) if 0 < count < cfg.vocab else ()
     settings = dataclasses.replace(settings, vocab_ids=ids)
-    return dataclasses.replace(settings, model_to_train=new_draft(settings, cfg))
+    return dataclasses.replace(settings, model_to_train=new_draft(_config(settings, cfg), cfg))
+
+
+def _config(settings: Draft, cfg: ModelConfig) -> dict[str, Any]:
+    return draft_config(settings.drafter, cfg, settings.weights, len(settings.vocab_ids))
 
 
 def frequent_tokens(rows: ExampleLoader, count: int) -> tuple[int, ...]:
@@ -132,7 +144,7 @@ def draft_objective(settings: Draft) -> Objective:
         specs=lambda cfg: new.trained_spec(),
         held_out=one.held_out,
         frozen=frozen_part(settings),
-        initial=_initial,
+        initial=functools.partial(_initial_mtp, settings=settings, new=new) if isinstance(new.model, Mtp) else _initial,
         export=functools.partial(_export, settings=settings, new=new),
         check=check_causal,
     )
@@ -141,6 +153,8 @@ def draft_objective(settings: Draft) -> Objective:
 def _trained(model: DraftModel, settings: DrafterSettings) -> Trained:
     if isinstance(model, DFlash):
         return TrainedBlocks(model)
+    if isinstance(model, Mtp):
+        return TrainedMtp(model, settings.num_speculative_tokens)
     assert isinstance(model, Eagle3)
     return TrainedChains(model, settings.num_speculative_tokens)
 
@@ -150,6 +164,17 @@ def _initial(ready: Any) -> Params:
     abstract = ready.abstract_state.params["norm"]
     weight = ready.frozen["norm"] + ready.cfg.norm_offset  # a drafter's norm has no offset
     return {"norm": jax.device_put(jnp.array(weight, abstract.dtype, copy=True), abstract.sharding)}
+
+
+def _initial_mtp(ready: Any, settings: Draft, new: NewDraft) -> Params:
+    """Return the MTP layer of the target's checkpoint, or a random one with the target's last norm."""
+    specs, dtype = new.trained_spec(), compute_of(settings.precision.params).dtype
+    if (own := own_mtp(settings.weights, ready.cfg)) is not None:
+        return own.read(dtype, ready.placement)
+    shardings = ready.placement.shardings(specs)
+    (layer,) = init(specs, jax.random.key(settings.seed), dtype, shardings=shardings)["mtp"]
+    weight = jnp.array(ready.frozen["norm"], dtype, copy=True)
+    return {"mtp": (layer | {"norm": jax.device_put(weight, shardings["mtp"][0]["norm"])},)}
 
 
 def _export(
@@ -166,4 +191,4 @@ def _export(
         host = jax.tree.map(np.asarray, host)
     if folder.exists():
         shutil.rmtree(folder)
-    save_draft(folder, new.model, host, draft_config(settings, cfg) | {"dtype": str(jnp.dtype(dtype))})
+    save_draft(folder, new.model, host, _config(settings, cfg) | {"dtype": str(jnp.dtype(dtype))})

@@ -18,9 +18,10 @@ from dovetail.models.draft.draft import DraftModel
 from dovetail.models.draft.registry import parse_draft
 from dovetail.ops.rope import Rope
 from dovetail.tune.draft_sections import BLOCKS, DrafterSettings
-from dovetail.tune.settings import Draft
 
-NAMES = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator"}
+NAMES = {
+    "dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator", "mtp": "MTPDraftModel",
+}  # fmt: skip
 EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # a draft token is accepted if it is the target's
 HEAD_DIM = 128  # where the target's attention has no heads to copy (MLA)
 GIVEN = ("head", "d2t")  # weights that come from the target
@@ -38,39 +39,52 @@ class NewDraft:
         return {name: part for name, part in self.model.spec().items() if name not in self.given}
 
 
-def new_draft(settings: Draft, target: ModelConfig) -> NewDraft:
-    """Return the draft model that the settings describe."""
-    model: Any = parse_draft(draft_config(settings, target), target, "the new drafter")
+def new_draft(config: dict[str, Any], target: ModelConfig) -> NewDraft:
+    """Return the draft model that a config.json (see `draft_config`) describes."""
+    model: Any = parse_draft(config, target, "the new drafter")
     if shared := getattr(model, "may_share", ()):
         model = replace(model, shared=shared)
-    given = tuple(name for name in GIVEN if name in model.spec())
-    return NewDraft(model, given)
+    return as_new(model)
 
 
-def draft_config(settings: Draft, target: ModelConfig) -> dict[str, Any]:
-    """Return the drafter's config.json."""
-    wanted, count = settings.drafter, settings.drafter.num_speculative_tokens
-    taps = tap_layers(wanted, target)
+def as_new(model: DraftModel) -> NewDraft:
+    """Return a draft model as one that is trained."""
+    return NewDraft(model, tuple(name for name in GIVEN if name in model.spec()))
+
+
+def draft_config(wanted: DrafterSettings, target: ModelConfig, weights: str, vocab: int = 0) -> dict[str, Any]:
+    """Return the drafter's config.json.
+
+    Args:
+        wanted: The drafter.
+        target: The model that it drafts for.
+        weights: The folder or name of the target's weights.
+        vocab: The tokens that it knows; 0 for all.
+    """
+    count = wanted.num_speculative_tokens
     common = {
         "architectures": [NAMES[wanted.kind]],
         "speculators_model_type": wanted.kind,
-        "transformer_layer_config": _layers(wanted, target),
-        "draft_vocab_size": len(settings.vocab_ids) or target.vocab,
+        "transformer_layer_config": target.to_hf() if wanted.kind == "mtp" else _layers(wanted, target),
+        "draft_vocab_size": vocab or target.vocab,
         "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": wanted.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": count} | EXACT],
             "verifier": {
-                "name_or_path": name_for_others(settings.weights),
+                "name_or_path": name_for_others(weights),
                 "architectures": target.to_hf()["architectures"],
             },
         },
     }
-    return common | _of_kind(wanted, [tap + 1 for tap in taps], target)
+    return common | _of_kind(wanted, target)
 
 
-def _of_kind(wanted: DrafterSettings, ids: list[int], target: ModelConfig) -> dict[str, Any]:
+def _of_kind(wanted: DrafterSettings, target: ModelConfig) -> dict[str, Any]:
+    if wanted.kind == "mtp":
+        return {"num_nextn_predict_layers": 1}
+    ids = [tap + 1 for tap in tap_layers(wanted, target)]
     if wanted.kind == "eagle3":
         return {"eagle_aux_hidden_state_layer_ids": ids, "norm_before_residual": True}
     mask = target.vocab - 1 if wanted.mask_token_id < 0 else wanted.mask_token_id

@@ -40,6 +40,11 @@ class Starts(NamedTuple):
 class Trained(Protocol):
     """Compute the hidden states of a draft model for packed rows."""
 
+    @property
+    def scales(self) -> bool:
+        """Return whether its logits have the scale and the soft cap of the target's."""
+        ...
+
     def prepare(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, seen: Seen) -> Any:
         """Return what does not depend on where drafts start."""
         ...
@@ -150,9 +155,10 @@ class DraftObjective:
             ours = dataclasses.replace(head, markov=params["markov"]["w2"])
         flat = starts.before.reshape(B, -1)
         wanted = self.states.draft_token(take(batch.targets, flat))
+        own = dict(scale=cfg.logit_scale, softcap=cfg.logit_softcap) if self.trained.scales else {}
         found = draft_scores(
-            hidden.reshape(B, A * N, -1), ours, take(seen.final, flat), head, wanted,
-            target_scale=cfg.logit_scale, target_softcap=cfg.logit_softcap, dtype=ctx.logits, placement=ctx.placement,
+            hidden.reshape(B, A * N, -1), ours, take(seen.final, flat), head, wanted, target_scale=cfg.logit_scale,
+            target_softcap=cfg.logit_softcap, dtype=ctx.logits, placement=ctx.placement, **own,
         )  # fmt: skip
         known = wanted >= 0
         found = DraftScores(jnp.where(known, found.logprobs, 0.0), found.best * known, found.distance)

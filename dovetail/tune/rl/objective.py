@@ -30,11 +30,12 @@ from dovetail.train.saves import weights_of_folder
 from dovetail.tune.distill import distill_objective
 from dovetail.tune.policy import Policy, head_of, policy_of, unembed_of
 from dovetail.tune.rl.algorithms import policy_loss_of
+from dovetail.tune.rl.drafter import drafter_bytes, drafter_companion
 from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, value_loss
-from dovetail.tune.rl.settings import Rl, beside_policy, check_rl_model
+from dovetail.tune.rl.sections import DSPARK
+from dovetail.tune.rl.settings import CRITIC, POLICY, SCORE, Rl, beside_policy, check_rl_model
 from dovetail.tune.segments import segment_sums
 
-POLICY, CRITIC, SCORE = "policy", "critic", "score"  # keys of the trained tree, if there is a critic
 EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)  # between the bins in which importance ratios are counted
 
 
@@ -46,8 +47,14 @@ def rl_objective(settings: Rl, own: PolicyLoss | None = None) -> Objective:
         found.check(cfg)
         check_rl_model(settings, cfg)
 
-    beside = functools.partial(beside_policy, settings)
-    return replace(found, check=check, beside=beside, spare_devices=settings.spare_devices)
+    def beside(cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
+        drafter = {"drafter": drafter_bytes(settings, cfg)} if has_drafter else {}
+        return beside_policy(settings, cfg, hbm) | drafter
+
+    has_drafter = settings.speculation.kind == DSPARK
+    companion = drafter_companion(settings) if has_drafter else None
+    spare = settings.spare_devices
+    return replace(found, check=check, beside=beside, companion=companion, spare_devices=spare)
 
 
 def _policy_objective(settings: Rl, own: PolicyLoss | None) -> Objective:

@@ -25,6 +25,7 @@ from dovetail.tune.rl.advantages import Advantage
 from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, policy_loss_of
 from dovetail.tune.rl.batches import BatchBuilder
 from dovetail.tune.rl.completions import Completions
+from dovetail.tune.rl.drafter import PolicyDrafter
 from dovetail.tune.rl.environment_factory import EnvironmentFactory
 from dovetail.tune.rl.environment_runner import EnvironmentRunner
 from dovetail.tune.rl.episode_runner import Reply
@@ -187,13 +188,14 @@ def _open_rows(
     columns = {name for record in prompts.records for name in record.columns}
     pool = _reward_pool(settings, functions, columns, has_environment=reply is not None)
     rewards = RewardAssigner(stack.enter_context(pool) if pool else None, tokenizer, failures)
-    sampler = PolicySampler(settings, ready, tokenizer)
+    drafter = PolicyDrafter(settings, ready) if ready.objective.companion else None
+    sampler = PolicySampler(settings, ready, tokenizer, drafter.model if drafter else None)
     calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everything.values())
     grammar = calls.grammar if calls else None
     builder = BatchBuilder(settings, ready, functions.advantage, calls)
     inputs = _inputs(settings, functions, (*prompts.records, *held_out), pool)
     journal = Journal(folder / "rollouts", fingerprint(inputs, settings.rollouts_key))
-    parts = RolloutParts(settings, prompts, sampler, rewards, builder, journal, reply, grammar)
+    parts = RolloutParts(settings, prompts, sampler, rewards, builder, journal, reply, grammar, drafter)
     rollouts = Rollouts(parts, Completions(folder, settings, everything))
     stack.callback(rollouts.close)
     evaluates = bool(held_out) and settings.eval.every > 0

@@ -27,6 +27,7 @@ from dovetail.train.report.metrics import Passage
 from dovetail.train.state import Position
 from dovetail.tune.rl.batches import BatchBuilder, UpdateBatch
 from dovetail.tune.rl.completions import Completions
+from dovetail.tune.rl.drafter import PolicyDrafter
 from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.episode_runner import EpisodeGroup, EpisodeRunner, Grammar, Reply
 from dovetail.tune.rl.journal import Journal, JournalEntry, TrainedGroups
@@ -66,6 +67,7 @@ class RolloutParts:
     journal: Journal
     reply: Reply | None = None  # an environment's, if there is one
     grammar: Grammar | None = None  # constrains the turns of the policy
+    drafter: PolicyDrafter | None = None  # trained on the rollouts
 
 
 class Rollouts:
@@ -79,6 +81,7 @@ class Rollouts:
         self._notes: dict[int, Mapping[str, float]] = {}
         self._passages: dict[int, Passage | None] = {}
         self._documents: dict[int, int] = {}
+        self._drafter_published = False  # whether the engine has the newest drafter
         self._next: tuple[int, Future[Rollout]] | None = None  # with max_staleness, what is sampled meanwhile
         self._thread = ThreadPoolExecutor(1, "rollout") if self._settings.engine.max_staleness else None
 
@@ -126,6 +129,8 @@ class Rollouts:
         if not settings.has_teacher:
             self._parts.rewards.failures.end_rollout(has_reward(rollout.episodes), settings.total_rollouts)
         updates = self._build(number, rollout, at, is_first=at.cursor == first)
+        if at.cursor == first:
+            self._train_drafter(number, rollout, updates, at)
         for i in range(settings.updates_per_rollout):
             update = updates[i % settings.updates]
             self._notes[first + i] = {**update.metrics, **_metrics(rollout, settings, is_first=i == 0)}
@@ -153,11 +158,24 @@ class Rollouts:
         self._next = number + 1, self._thread.submit(self._run, number + 1, at.step)
         return rollout
 
+    def _train_drafter(self, number: int, rollout: Rollout, updates: list[UpdateBatch], at: Position) -> None:
+        """Train the drafter on a rollout, if it is time. The next rollout to be published uses it."""
+        drafter = self._parts.drafter
+        if drafter is None or not drafter.is_due(number):
+            return
+        began = time.monotonic()
+        at.state, metrics = drafter.train(at.state, [update.batch for update in updates])
+        rollout.speculation |= metrics
+        rollout.seconds["drafter"] = time.monotonic() - began
+        self._drafter_published = False
+
     def _publish(self, at: Position) -> float:
         """Publish the weights and return the seconds it took, without the time of the step that computes them."""
         jax.block_until_ready(at.state.step)
-        began = time.monotonic()
-        self._parts.sampler.publish(at.state.params, at.step)
+        began, drafter = time.monotonic(), None
+        if self._parts.drafter and not self._drafter_published:
+            drafter, self._drafter_published = self._parts.drafter.weights(at.state), True
+        self._parts.sampler.publish(at.state.params, at.step, drafter)
         jax.block_until_ready(self._parts.sampler.llm.engine.runner.weights.params)
         return time.monotonic() - began
 

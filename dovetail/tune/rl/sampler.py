@@ -19,12 +19,12 @@ from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.spec.suffix import SuffixDrafter
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.draft.draft import DraftModel
 from dovetail.models.frozen import dense
 from dovetail.models.serving_lora import slot_values
 from dovetail.train.prepare import Ready
 from dovetail.train.state import Position
-from dovetail.tune.rl.objective import POLICY
-from dovetail.tune.rl.settings import Rl, kv_cache_bytes
+from dovetail.tune.rl.settings import POLICY, Rl, kv_cache_bytes
 
 ADAPTER = "policy"  # the engine's name of the adapter that is trained
 
@@ -32,8 +32,9 @@ ADAPTER = "policy"  # the engine's name of the adapter that is trained
 class PolicySampler:
     """Hold the engine of a run. It is created when weights are published for the first time."""
 
-    def __init__(self, settings: Rl, ready: Ready, tokenizer: Tokenizer):
-        self._settings, self._ready, self.tokenizer = settings, ready, tokenizer
+    def __init__(self, settings: Rl, ready: Ready, tokenizer: Tokenizer, draft: DraftModel | None = None):
+        """Create a sampler; `draft` is the draft model whose weights `publish` is given."""
+        self._settings, self._ready, self.tokenizer, self._draft = settings, ready, tokenizer, draft
         self._llm: LLM | None = None
         self._refreshed = 0  # version at which the drafter was last refreshed
 
@@ -43,12 +44,13 @@ class PolicySampler:
         assert self._llm is not None, "weights are published before anything is sampled"
         return self._llm
 
-    def publish(self, params: Params, version: int) -> None:
+    def publish(self, params: Params, version: int, drafter: Params | None = None) -> None:
         """Sample with these weights from now on.
 
         Args:
             params: The trained weights; with a critic, the tree of both models.
             version: The number of updates that they have had.
+            drafter: The draft model's weights, if they have changed.
         """
         params = params[POLICY] if self._settings.has_critic else params
         llm = self._llm or self._start(params)
@@ -64,14 +66,16 @@ class PolicySampler:
         else:
             engine.swap_weights(engine.published(params), version=version)
             engine.wake_up()
+        if drafter is not None:
+            engine.replace_draft(drafter)
         self._refresh_drafter(version)
 
     def _refresh_drafter(self, version: int) -> None:
         """Let the drafter drop the completions of older policies, every `speculation.refresh` updates."""
         speculator, every = self.llm.engine.speculator, self._settings.speculation.refresh
-        if speculator and every and version - self._refreshed >= every:
-            assert isinstance(speculator.drafter, SuffixDrafter)
-            speculator.drafter.refresh()
+        drafter = speculator.drafter if speculator else None
+        if isinstance(drafter, SuffixDrafter) and every and version - self._refreshed >= every:
+            drafter.refresh()
             self._refreshed = version
 
     def sleep(self) -> None:
@@ -84,7 +88,9 @@ class PolicySampler:
         base = dense(self._frozen_base()) if self._settings.lora else params
         count = self._settings.engine.devices
         devices = jax.devices()[-count:] if count else ()
-        self._llm = LLM.from_weights(self._ready.cfg, base, self.options(), self.tokenizer, devices=devices)
+        self._llm = LLM.from_weights(
+            self._ready.cfg, base, self.options(), self.tokenizer, devices=devices, draft=self._draft
+        )
         return self._llm
 
     def _frozen_base(self) -> Params:

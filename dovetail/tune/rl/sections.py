@@ -17,7 +17,7 @@ from dovetail.tune.sections import ReferenceSettings
 
 MAX_TOP_K = 20  # the most top log-probabilities that the engine returns for a token: see engine.request.params
 TOOL_CHOICES = ("", "auto", "required")
-SPECULATION_KINDS = ("suffix",)
+SUFFIX, DSPARK = SPECULATION_KINDS = ("suffix", "dspark")
 
 
 @dataclass(frozen=True)
@@ -139,31 +139,57 @@ def _checked(make: Callable[[], object]) -> None:
 class RolloutSpeculation:
     """Configure speculative decoding of rollouts. It changes how fast completions come, never the completions."""
 
-    kind: str = ""  # suffix: draft from the completions of the group and of past rollouts; "": no draft tokens
-    refresh: int = 8  # steps after which the drafter drops the completions of older policies; 0: it keeps them
+    kind: str = ""  # suffix: draft from the completions of the group and of past rollouts; dspark: train a drafter
+    refresh: int = 8  # steps after which suffix drops completions of older policies and dspark is trained; 0: never
     num_speculative_tokens: int = 7  # most draft tokens per completion and verify step
+    model: str = ""  # dspark: the drafter to start from, a folder or hub id; "": random weights
+    updates: int = 16  # dspark: updates of the drafter at each refresh, on the newest rollout
+    lr: float = 2e-3  # dspark: learning rate of the drafter
 
     def __post_init__(self) -> None:
-        require(
-            self.kind != "dspark",
-            "kind must be suffix, got dspark: drafters with weights are not supported in RL yet",
-            param="kind",
-        )
         one_of("kind", self.kind, ("", *SPECULATION_KINDS))
         not_negative(self, "refresh")
-        usual = RolloutSpeculation.refresh, RolloutSpeculation.num_speculative_tokens
+        self._check_read()
+        require(self.updates >= 1, f"updates must be at least 1, got {self.updates}", param="updates")
+        require(self.lr > 0, f"lr must be above 0, got {self.lr}", param="lr")
         require(
-            bool(self.kind) or (self.refresh, self.num_speculative_tokens) == usual,
-            "kind is required where refresh or num_speculative_tokens is set: set it, such as kind=suffix",
-            param="kind",
+            self.kind != DSPARK or bool(self.model) or self.refresh > 0,
+            "refresh must be above 0 with kind=dspark and no model, got 0: a drafter with random weights must be "
+            "trained",
+            param="refresh",
         )
         if self.kind:
             _checked(lambda: EngineOptions(**self.options))
 
+    def _check_read(self) -> None:
+        """Refuse keys that this kind does not read."""
+        for name, value in vars(self).items():
+            is_set = name != "kind" and value != getattr(RolloutSpeculation, name)
+            require(
+                not is_set or bool(self.kind),
+                f"kind is required where {name} is set: set it, such as kind=suffix",
+                param="kind",
+            )
+            require(
+                not is_set or name not in ("model", "updates", "lr") or self.kind == DSPARK,
+                f"{name} is read with kind=dspark only, got kind={self.kind}: leave it out",
+                param=name,
+            )
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether the draft tokens are a number of the recipe's, not the given drafter's own."""
+        return not self.model or self.num_speculative_tokens != RolloutSpeculation.num_speculative_tokens
+
     @property
     def options(self) -> dict[str, Any]:
-        """Return the engine option that these settings stand for; none without speculation."""
-        config = {"method": self.kind, "num_speculative_tokens": self.num_speculative_tokens}
+        """Return the engine option that these settings stand for; none without speculation.
+
+        A drafter of kind dspark is in memory (engine.llm.LLM.from_weights), so its name is not read.
+        """
+        count = self.num_speculative_tokens if self.is_limited else None
+        config = {"method": self.kind, "num_speculative_tokens": count}
+        config |= {"model": self.model or "speculation"} if self.kind == DSPARK else {}
         return {"speculative_config": config} if self.kind else {}
 
 

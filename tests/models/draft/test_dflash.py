@@ -17,7 +17,7 @@ from dovetail.core.types import Paged
 from dovetail.models.decoder import init_cache
 from dovetail.models.draft.dflash import DFlash
 from dovetail.models.draft.dflash_config import parse_dflash
-from dovetail.models.draft.draft import Target
+from dovetail.models.draft.draft import DraftCall, Target
 from dovetail.models.registry import parse_config
 
 V, D, U, PAGE = 61, 32, 20, 4
@@ -149,7 +149,7 @@ def absorbed(model, params, goal, cache, tables, lengths, tapped, chunk):
 
 @functools.partial(jax.jit, static_argnums=0)
 def absorb(model, params, own, tokens, tapped, ctx, cache):
-    cache, none = model.absorb(params, Target(own, TARGET), tokens, tapped, ctx, cache, None)
+    cache, none = model.absorb(DraftCall(params, Target(own, TARGET), tokens, ctx, cache), tapped, None)
     assert none is None
     return cache
 
@@ -164,7 +164,7 @@ def drafted(model, params, own, newest, ctx, cache, count):
         seen.append(logits)
         return jnp.argmax(logits, -1).astype(jnp.int32)
 
-    drafts, cache = model.draft(params, Target(own, TARGET), newest, ctx, cache, None, count, pick)
+    drafts, cache = model.draft(DraftCall(params, Target(own, TARGET), newest, ctx, cache), None, count, pick)
     return drafts, cache, jnp.stack(seen)
 
 

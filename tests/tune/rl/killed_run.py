@@ -49,6 +49,14 @@ SCENARIOS = {
             "speculation": {"kind": "suffix", "num_speculative_tokens": 3, "refresh": 1},
         },
     ),
+    # the drafter is trained after every rollout, and is part of each checkpoint
+    "drafter": Scenario(
+        4, (("rollout", 2), ("train", 3), ("sync", 4)),
+        {
+            "checkpoint": {"every": 2}, "prompts": 2, "num_generations": 4, "max_completion_length": 16,
+            "speculation": {"kind": "dspark", "num_speculative_tokens": 3, "refresh": 1, "updates": 2},
+        },
+    ),
 }  # fmt: skip
 
 
@@ -86,7 +94,7 @@ def prepare(where: str, step: int) -> None:
         case "train":
             die_in(Loop, "_look", lambda self, launched: launched.step == step)
         case "sync":
-            die_in(PolicySampler, "publish", lambda self, params, version: version == step - 1)
+            die_in(PolicySampler, "publish", lambda self, params, version, *_: version == step - 1)
 
 
 def always_speculate() -> None:

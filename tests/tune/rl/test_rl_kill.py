@@ -39,11 +39,11 @@ def completions(folder: Path) -> list[dict]:
 
 def metrics_without_times(folder: Path) -> list[dict]:
     clock = ("rollout_seconds", "reward_seconds", "sync_seconds", "rollout_tokens_per_second")
-    clock += ("accepted_length", "seconds_saved")  # a drafter that starts empty proposes other tokens
+    clock += ("drafter_seconds", "accepted_length", "seconds_saved")  # of completions that are sampled again only
     return [{name: value for name, value in line.items() if name not in clock} for line in metrics(folder)]
 
 
-@pytest.mark.parametrize("scenario", ["one update", "speculation"])
+@pytest.mark.parametrize("scenario", ["one update", "speculation", pytest.param("drafter", marks=pytest.mark.thorough)])
 def test_a_run_killed_in_every_part_ends_the_same(tmp_path, scenario):
     assert finishes_after_kills(tmp_path, scenario)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -52,9 +52,10 @@ def test_a_run_killed_in_every_part_ends_the_same(tmp_path, scenario):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), expected["step"]
     found = weights(tmp_path, "killed", scenario)
     for name, expected in weights(tmp_path, "straight", scenario).items():
-        np.testing.assert_allclose(found[name], expected, atol=1e-5, err_msg=name)
+        # the sampler's log-probabilities differ in their last bits between steps of different shapes
+        np.testing.assert_allclose(found[name], expected, atol=5e-5, err_msg=name)
     drafted = [line for line in metrics(straight) if line.get("accepted_length", 0) > 1]
-    assert bool(drafted) == (scenario == "speculation")
+    assert bool(drafted) == (scenario != "one update")
 
 
 @pytest.mark.thorough

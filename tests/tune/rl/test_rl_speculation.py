@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import refuses
 from tune.rl.small_runs import run
-from tune.small_models import metrics
+from tune.small_models import metrics, model_folder
 
-from dovetail.core.errors import RecipeError
+import dovetail as dt
+from dovetail.core.errors import CheckpointError, RecipeError
 from dovetail.core.recipe import create
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.spec.draft_length import DraftLength
@@ -58,10 +61,61 @@ def test_rollouts_and_updates_are_the_same(tmp_path, always, monkeypatch, sampli
         assert a["reward"] == b["reward"] and a["loss"] == pytest.approx(b["loss"], abs=1e-5)
 
 
+def completions(folder: Path) -> list[str]:
+    return [json.loads(line)["completion"] for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path, name: str = "loss") -> list[float]:
+    return [line[name] for line in metrics(folder) if name in line]
+
+
+@pytest.mark.slow
+def test_a_drafter_learns_from_rollouts_and_resumes(tmp_path, always):
+    changes = {"prompts": 1, "num_generations": 4, "max_completion_length": 12, "checkpoint": {"every": 2}}
+    changes |= {"engine": {"max_num_seqs": 2}}
+    run(tmp_path, name="plain", steps=4, **changes)
+    changes |= {"speculation": {"kind": "dspark", "num_speculative_tokens": 3, "refresh": 2, "updates": 12}}
+    straight = run(tmp_path, name="drafted", steps=4, **changes).folder
+    assert completions(straight) == completions(tmp_path / "plain")
+    np.testing.assert_allclose(losses(straight), losses(tmp_path / "plain"), atol=1e-5)
+    found = losses(straight, "drafter_loss")
+    assert len(found) == 2 and found[1] < found[0]  # after the first and the third rollout
+    assert max(losses(straight, "accepted_length")) > 1
+    run(tmp_path, name="resumed", steps=2, **changes)
+    resumed = run(tmp_path, name="resumed", steps=4, **changes).folder
+    assert losses(resumed, "drafter_loss") == pytest.approx(found, rel=1e-5)
+    assert completions(resumed) == completions(straight)
+    with refuses(None, CheckpointError, naming="companion"):
+        run(tmp_path, name="resumed", steps=5, **changes | {"speculation": {}})
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_drafter_of_a_folder_with_adapters_and_its_own_vocabulary(tmp_path, always):
+    """The rows of its head are the policy's."""
+    prompts = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    drafter = {"num_speculative_tokens": 3, "vocab": 100}
+    dt.draft(
+        model=model_folder(tmp_path), data=prompts, drafter=drafter, steps=1, batch=8, length=64, show=False,
+        answers={"max_tokens": 12}, precision={"compute": "f32"}, run_dir=tmp_path / "draft", out=tmp_path / "drafter",
+    )  # fmt: skip
+    changes = {"steps": 2, "prompts": 1, "num_generations": 4, "max_completion_length": 12, "lora": {"r": 2}}
+    changes |= {"engine": {"max_num_seqs": 2}}
+    run(tmp_path, name="plain", **changes)
+    changes |= {"speculation": {"kind": "dspark", "model": str(tmp_path / "drafter"), "refresh": 1, "updates": 2}}
+    drafted = run(tmp_path, name="drafted", **changes).folder
+    assert completions(drafted) == completions(tmp_path / "plain") and len(losses(drafted, "drafter_loss")) == 2
+    changes["speculation"]["num_speculative_tokens"] = 4
+    with refuses("speculation.num_speculative_tokens", RecipeError, naming="at most 3"):
+        run(tmp_path, name="refused", **changes)
+
+
 @pytest.mark.parametrize(
     ("given", "param", "naming"),
     [
-        ({"speculation": {"kind": "dspark"}}, "speculation.kind", "dspark"),
+        ({"speculation": {"kind": "dspark", "refresh": 0}}, "speculation.refresh", "random weights"),
+        ({"speculation": {"kind": "dspark", "updates": 0}}, "speculation.updates", "0"),
+        ({"speculation": {"kind": "suffix", "model": "drafter"}}, "speculation.model", "dspark"),
         ({"speculation": {"kind": "ngram"}}, "speculation.kind", "suffix"),
         ({"speculation": {"refresh": 2}}, "speculation.kind", "suffix"),
         ({"speculation": {"kind": "suffix", "refresh": -1}}, "speculation.refresh", "-1"),
