@@ -14,7 +14,8 @@ from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import Fields, VisionFamily
-from dovetail.models.towers.siglip import SiglipTower, read_siglip, siglip_names
+from dovetail.models.towers.siglip import SiglipTower, siglip_names
+from dovetail.models.towers.siglip_config import read_siglip
 from dovetail.models.towers.vision import Vision
 from dovetail.ops.linear import matmul
 from dovetail.ops.norm import rms_norm

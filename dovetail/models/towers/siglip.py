@@ -12,11 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Params
-from dovetail.models.family import Fields, read_glu
 from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, norm, norm_spec
 from dovetail.ops.linear import matmul
 
@@ -173,19 +171,3 @@ class SiglipTower:
         N, D, across = x.shape[0], x.shape[-1], self.siglip.side // self.square
         squares = x.reshape(N, across, self.square, across, self.square, D).swapaxes(2, 3)
         return self.project(params["projector"], squares.reshape(N, across**2, self.square**2, D))
-
-
-def read_siglip(f: Fields, defaults: Mapping[str, Any]) -> Siglip:
-    """Return the tower that a `vision_config` describes; `defaults` are those of its config class."""
-    f.only("num_channels", CHANNELS)
-    f.only("attention_dropout", 0.0)
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-    layers, dim, heads, width = (f.get(key, defaults[key]) for key in sizes)
-    if dim % heads:
-        raise UserError(
-            f"{f.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}",
-            param="num_attention_heads",
-        )
-    act = read_glu(f, "hidden_act", "gelu_pytorch_tanh").kind
-    encoder = Encoder(layers, dim, heads, width, f.get("layer_norm_eps", 1e-6), act)
-    return Siglip(encoder, *(f.get(key, defaults[key]) for key in ("image_size", "patch_size")))
