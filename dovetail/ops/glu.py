@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+SLOPE, CUBE = 2 * (2 / math.pi) ** 0.5, 0.044715
+
 
 @dataclass(frozen=True)
 class Glu:
-    """Compute a gated linear unit; `kind` is silu or gelu_tanh.
+    """Compute a gated linear unit; `kind` is silu, gelu_tanh or gelu.
 
     With `limit`, it is GPT-OSS's: clamp, then gate * sigmoid(alpha * gate) * (up + 1).
     """
@@ -29,4 +32,28 @@ class Glu:
 
     def activate(self, x: jax.Array) -> jax.Array:
         """Return the activation of the gate."""
-        return jax.nn.silu(x) if self.kind == "silu" else jax.nn.gelu(x, approximate=self.kind == "gelu_tanh")
+        if self.kind == "gelu_tanh":
+            return gelu_tanh(x)
+        return jax.nn.silu(x) if self.kind == "silu" else jax.nn.gelu(x, approximate=False)
+
+
+@jax.custom_vjp
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """Return the tanh approximation of GELU, computed in f32; the backward pass keeps x alone."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.nn.sigmoid(_inner(x32))).astype(x.dtype)
+
+
+def _inner(x: jax.Array) -> jax.Array:
+    """Return 2 y of GELU's 0.5 (1 + tanh(y)), which is sigmoid(2 y): an exponential costs less than a tanh."""
+    return SLOPE * (x + CUBE * x**3)
+
+
+def _gelu_tanh_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    x32 = x.astype(jnp.float32)
+    s = jax.nn.sigmoid(_inner(x32))
+    slope = s + x32 * s * (1 - s) * SLOPE * (1 + 3 * CUBE * x32 * x32)
+    return ((dy.astype(jnp.float32) * slope).astype(x.dtype),)
+
+
+gelu_tanh.defvjp(lambda x: (gelu_tanh(x), x), _gelu_tanh_backward)

@@ -56,12 +56,14 @@ def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1
     """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out]."""
     if not isinstance(w, ARRAYS):
         y = cast(Weight, w).matmul(x, dims, out_dtype)
-    else:
-        # as matrices: XLA's CPU backend copies a weight of three dims, transposed, at every call
-        out, size = w.shape[: w.ndim - dims], math.prod(w.shape[w.ndim - dims :])
-        rows = x.reshape(*x.shape[: x.ndim - dims], size)
-        y = _product(rows, w.reshape(-1, size), out_dtype).reshape(*rows.shape[:-1], *out)
-    return y if bias is None else y + bias.astype(y.dtype)
+        return y if bias is None else y + bias.astype(y.dtype)
+    # as matrices: XLA's CPU backend copies a weight of three dims, transposed, at every call
+    out, size = w.shape[: w.ndim - dims], math.prod(w.shape[w.ndim - dims :])
+    rows = x.reshape(*x.shape[: x.ndim - dims], size)
+    y = _product(rows, w.reshape(-1, size), out_dtype)
+    # as a vector, which cuBLAS adds itself: XLA would write out one of two dims for every row
+    y = y if bias is None else y + bias.reshape(-1).astype(y.dtype)
+    return y.reshape(*rows.shape[:-1], *out)
 
 
 def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
