@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from vision_models import SIZES, VISION, Example, patches_of, sized_example, their_logits, vision_reference
 
+from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
 from dovetail.core.types import Embeds, Packed, Paged
 from dovetail.io.load import convert, load
 from dovetail.models.decoder import forward, init_cache, unembed
@@ -21,6 +22,8 @@ from dovetail.ops.rope import spatial_positions
 
 PROMPTS = {"one image": [5, 4], "three items": [3, 2, 1, 6], "no image": [9], "image first": [0, 7]}
 PAGE = 4
+FAST = {"smolvlm", "gemma3"}
+NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VISION]
 
 
 @functools.cache
@@ -82,7 +85,7 @@ def our_logits(name: str, prompt: Example) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(name, kind):
     prompt = prompt_of(name, PROMPTS[kind])
     theirs = their_logits(name, prompt)
@@ -90,7 +93,7 @@ def test_logits_equal_transformers(name, kind):
     np.testing.assert_allclose(our_logits(name, prompt), theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_without_images_is_the_text_models(name):
     model, prompt = loaded(name), prompt_of(name, [9])
     np.testing.assert_allclose(model.logits(prompt.tokens), our_logits(name, prompt), atol=1e-4)
@@ -102,7 +105,7 @@ def paged_logits(params, cfg, tokens, positions, ctx, cache, embeds):
     return unembed(params, cfg, hidden), cache
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", NAMES)
 def test_paged_prompts_in_chunks_equal_packed_ones(name):
     """Two prompts go in by chunks, each with whole images, and then token by token."""
     model, prompts = loaded(name), [prompt_of(name, [3, 2, 6]), prompt_of(name, [4, 8], seed=1)]
@@ -142,6 +145,22 @@ def _last_seen(prompt: Example) -> np.ndarray:
     return np.asarray(ends, np.int32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [TRAIN, SERVE], ids=["train", "serve"])
+@pytest.mark.parametrize("name", ["smolvlm", "gemma4", "qwen3-vl"])
+def test_features_on_a_mesh_are_those_of_one_device(name, rules):
+    placement = Placement(make_mesh(dict(fsdp=2, tensor=2, data=2)), rules)
+    split = load(vision_reference(name)[1], dtype="f32", placement=placement)
+    model, prompt = loaded(name), prompt_of(name, [1, 1, 1, 1, 1])
+    tower, square = model.config.vision.tower, 2 if model.config.vision.mrope else 1
+    given = patches_of(prompt.pixels, math.isqrt(tower.patch_dim // 3), square)
+    want = features_of(model.params, model.config, *given)
+    got = jax.jit(functools.partial(tower, placement=placement))(split.params["vision"], *given)
+    is_real = (given[1] >= 0).all(-1)[:, :: tower.patches_per_feature]
+    np.testing.assert_allclose(np.asarray(got)[is_real], np.asarray(want)[is_real], atol=1e-4)
+    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(split.params["vision"]))
+
+
 def published(name: str, folder: Path) -> Path:
     """The folder with the names that checkpoints on the hub have; transformers writes others for some towers."""
     shutil.copytree(vision_reference(name)[1], folder)
@@ -152,7 +171,7 @@ def published(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_folder_is_written_back(name, tmp_path):
     source = published(name, tmp_path / "source")
     convert(source, tmp_path / "out")
