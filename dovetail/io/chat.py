@@ -103,14 +103,17 @@ class ChatTemplate:
 
     def _render_open(self, names: dict[str, Any]) -> str:
         last = names["messages"][-1]
-        if not isinstance(last.get("content"), str):
+        key, content = "content", last.get("content")
+        if isinstance(content, list) and content and "text" in content[-1]:  # a part of a message with images
+            last, key = content[-1], "text"
+        if not isinstance(last.get(key), str):
             raise UserError(
-                f"continue_final_message needs text in the last message's content, got {last.get('content')!r}",
+                f"continue_final_message needs text in the last message's content, got {content!r}",
                 param="continue_final_message",
             )
-        mark = _unused_marks(last["content"])[0]
+        mark = _unused_marks(last[key])[0]
         # The space tells whether the template trims contents; if so, the cut text must be trimmed as well.
-        last["content"] += mark + " "
+        last[key] += mark + " "
         head, found, tail = sandbox.render(self.source, names, sandbox.Rendering()).rpartition(mark)
         if not found:
             message = "continue_final_message: this chat template does not write the last message's content"

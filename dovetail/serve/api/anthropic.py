@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
@@ -18,7 +18,7 @@ from dovetail.engine.request.params import SamplingParams, StructuredOutputsPara
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat import Name
-from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer
+from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer, wanted
 from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, StopList
 from dovetail.serve.errors import ApiError
 from dovetail.serve.media.source import ImageReference
@@ -285,23 +285,22 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def messages(body: MessagesRequest) -> Response:
+    async def messages(body: MessagesRequest, http: Request) -> Response:
         """Answer a conversation with its next message, for Anthropic's clients."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        make = service.prompts.request
-        request = await asyncio.to_thread(make, talk, params, limit="max_tokens", adapter=adapter)
+        request = await wanted(http, service.prompt_request(talk, params, limit="max_tokens", adapter=adapter))
         service.check([request])
         answer = _MessageAnswer(service, request)
         return EventStream(answer.events(), _failed) if body.stream else JsonAnswer(answer.whole())
 
     @router.post(f"{PATH}/count_tokens")
-    async def count_tokens(body: CountRequest) -> Response:
+    async def count_tokens(body: CountRequest, http: Request) -> Response:
         """Return the number of tokens of a conversation."""
         talk = replace(body.conversation(), adapter=service.adapter_of(body.model))
-        prompts = service.prompts
-        tokens = await asyncio.to_thread(lambda: prompts.encode(prompts.text(talk), False, rendered=True))
-        return json_answer({"input_tokens": len(tokens)})
+        images = await wanted(http, service.load_images(talk))
+        prompt = await asyncio.to_thread(service.prompts.tokens, talk, images)
+        return json_answer({"input_tokens": len(prompt.tokens)})
 
     return router
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.notation import read_cut_off
-from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
+from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event, wanted
 from dovetail.serve.api.requests import (
     NO_MEDIA,
     Body,
@@ -259,12 +259,12 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def chat_completions(body: ChatRequest) -> Response:
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
         """Answer a conversation with its next message."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        make = service.prompts.request
-        request = await service.in_thread(talk.template, make, talk, params, adapter=adapter, **body.prompt_options)
+        making = service.prompt_request(talk, params, adapter=adapter, **body.prompt_options)
+        request = await wanted(http, making)
         service.check([request])
         answer = _ChatAnswer(service, body, request)
         if body.stream:

@@ -5,21 +5,20 @@ Nothing is stored between requests, so `input` holds the whole conversation.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
-from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event
+from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, wanted
 from dovetail.serve.api.requests import LABELS, NO_MEDIA, Body, Flag, ImageDetail, Int, Num, RefusedField, TopLogprobs
 from dovetail.serve.errors import ApiError
 from dovetail.serve.media.source import ImageReference
@@ -273,12 +272,12 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def responses(body: ResponsesRequest) -> Response:
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
         """Answer a conversation with its next items."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
         limit = None if body.max_output_tokens is None else "max_output_tokens"
-        request = await asyncio.to_thread(service.prompts.request, talk, params, limit=limit, adapter=adapter)
+        request = await wanted(http, service.prompt_request(talk, params, limit=limit, adapter=adapter))
         service.check([request])
         answer = _ResponseAnswer(service, body, request)
         return EventStream(answer.events(), answer.failed) if body.stream else JsonAnswer(answer.whole())

@@ -9,18 +9,29 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from dovetail import __version__
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.api import anthropic, chat, completions, controls, pooling, responses, status
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.gate import Gate, handle_errors
 from dovetail.serve.http.long_bodies import LongBodies
+from dovetail.serve.media.loader import ImageLoader, LoadsImages
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.talk.service import Service
 
 
-def make_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """Return the ASGI application, with its Service as app.state.service. It closes the engine when it stops."""
-    long = LongBodies(engine, tokenizer, config)
+def make_app(
+    engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, processor: ImageProcessor | None = None
+) -> FastAPI:
+    """Return the ASGI application, with its Service as app.state.service. It closes the engine when it stops.
+
+    Args:
+        engine: The engine.
+        tokenizer: The model's.
+        config: The server's options.
+        processor: Processes images for the model; None for a model that reads text only.
+    """
+    long = LongBodies(engine, tokenizer, config, processor)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI):
@@ -29,8 +40,9 @@ def make_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -
         app.state.service.close()
         await engine.close()
 
-    app = routed(engine, tokenizer, config, lifespan)
-    app.add_middleware(Gate, config=config, long=long)
+    app = routed(engine, tokenizer, config, processor and ImageLoader(processor, config), lifespan)
+    max_body = config.limits.body_bytes(takes_images=processor is not None)
+    app.add_middleware(Gate, config=config, long=long, max_body=max_body)
     if config.allowed_origins:  # outermost: errors need the headers too, or a browser hides them
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -39,10 +51,14 @@ def make_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -
 
 
 def routed(
-    engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, lifespan: Lifespan[FastAPI] | None = None
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    images: LoadsImages | None,
+    lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     """Return the application with its routes, without the gate."""
-    service = Service(engine, tokenizer, config)
+    service = Service(engine, tokenizer, config, images)
     app = FastAPI(title="Dovetail", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     for module in (chat, completions, responses, anthropic, pooling, status):

@@ -20,6 +20,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Scope
 
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import ApiError
@@ -37,8 +38,10 @@ _BUSY = "the server is reading other long requests; try again later"
 class LongBodies:
     """Read long bodies one at a time, in one event loop. The process is started for the first one."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig):
-        self._engine, self._config = engine, config
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, processor: ImageProcessor | None
+    ):
+        self._engine, self._config, self._processor = engine, config, processor
         self._tokenizer = _pickled(tokenizer)  # once: later it would delay streams
         self._places, self._turn = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self._reader: _Process | None = None
@@ -75,7 +78,7 @@ class LongBodies:
             self._timer.cancel()
         seconds = self._config.limits.request_timeout
         try:
-            known = pickle.dumps((self._config, self._engine.info))
+            known = pickle.dumps((self._config, self._engine.info, self._processor))
             if known != self._known:  # an adapter was loaded or unloaded
                 self.close()
             if self._reader is None:

@@ -9,7 +9,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from dovetail.core.errors import UserError
 
@@ -36,8 +36,13 @@ class WebAddress:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.target}"
+    def redirected(self, location: str) -> WebAddress:
+        """Return the address that a Location header of this address names; `read_url` lists the errors."""
+        try:
+            url = urljoin(f"{self.scheme}://{self.authority}{self.target}", location)
+        except ValueError:
+            raise UserError("the server of the image redirects to an invalid URL") from None
+        return read_url(url)
 
 
 def read_url(url: str) -> WebAddress:

@@ -8,7 +8,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
-from urllib.parse import urljoin
 
 import httpcore
 
@@ -85,13 +84,14 @@ class Fetcher:
         ):
             given = {name.lower(): value.decode("latin-1") for name, value in answer.headers}
             if answer.status in _REDIRECTS and b"location" in given:
-                return read_url(urljoin(str(address), given[b"location"]))
+                return address.redirected(given[b"location"])
             if answer.status != 200:
                 raise UserError(f"the image could not be fetched: {address.authority} answered with {answer.status}")
             return await self._body(answer, given.get(b"content-length", ""))
 
     async def _body(self, answer: httpcore.Response, length: str) -> bytes:
-        too_large = UserError(f"the image must have at most {self._max_bytes >> 20} MiB")
+        message = f"the image file must have at most {self._max_bytes:,} bytes"
+        too_large = UserError(message, code="image_file_too_large")
         if length.isdecimal() and int(length) > self._max_bytes:
             raise too_large
         body = bytearray()

@@ -7,18 +7,34 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Protocol
 
 from dovetail.core.errors import RequestError, UserError
+from dovetail.io.images.decode import decode
 from dovetail.io.images.item import ProcessedImage
+from dovetail.io.images.processor import ImageProcessor, at_detail
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.media.source import ImageReference, MediaSources
 from dovetail.serve.request_context import salted
 
 MAX_THREADS = 4
-Process = Callable[[bytes], ProcessedImage]  # from the bytes of a file
+
+
+class LoadsImages(Protocol):
+    """Define the interface of an ImageLoader and its stand-in."""
+
+    processor: ImageProcessor
+
+    async def load(self, images: Sequence[ImageReference]) -> list[ProcessedImage]:
+        """Return the images, in order."""
+        ...
+
+    def close(self) -> None:
+        """Drop the work that waits for a thread."""
+        ...
 
 
 class ImageLoader:
@@ -28,13 +44,13 @@ class ImageLoader:
     lock for most of their time, and no prompt without images waits for them.
 
     Args:
-        process: Decodes a file and processes the image for the model; raises UserError for a file that it refuses.
+        processor: Processes images for the model.
         config: The server's options.
         sources: Reads the files; by default from where the options allow it.
     """
 
-    def __init__(self, process: Process, config: ServerConfig, sources: MediaSources | None = None):
-        self._process, self._max_images = process, config.limits.max_images
+    def __init__(self, processor: ImageProcessor, config: ServerConfig, sources: MediaSources | None = None):
+        self.processor, self._max_images = processor, config.limits.max_images
         self._sources = sources or MediaSources(config)
         self._cache = ProcessedImages(int(config.mm_processor_cache_gb * 2**30))
         threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -59,18 +75,19 @@ class ImageLoader:
         with _named(image.where):
             data, salt = await self._sources.fetch(image.url), salted(None) or ""
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._processed, image.url, data, salt)
+            return await loop.run_in_executor(self._threads, self._processed, image, data, salt)
 
-    def _processed(self, url: str, data: bytes | None, salt: str) -> ProcessedImage:
+    def _processed(self, image: ImageReference, data: bytes | None, salt: str) -> ProcessedImage:
         """Return the processed image, also from an earlier request of the same caller.
 
         Callers are kept apart as in the prefix cache: the time to the answer does not tell what others have sent.
         """
-        data = self._sources.read(url) if data is None else data
-        key = hashlib.sha256(salt.encode() + b"\0" + data).digest()
+        data = self._sources.read(image.url) if data is None else data
+        key = hashlib.sha256(f"{salt}\0{image.detail}\0".encode() + data).digest()
         found = self._cache.get(key)
         if found is None:
-            found = self._process(data)
+            processor = at_detail(self.processor, image.detail)
+            found = processor(decode(data, param=image.where), image.where)
             self._cache.put(key, found)
         return found
 
@@ -82,8 +99,8 @@ class ImageLoader:
 class UnreadImages:
     """Stand in for an ImageLoader where a request is checked and not answered: count the images, read none."""
 
-    def __init__(self, config: ServerConfig):
-        self._max_images = config.limits.max_images
+    def __init__(self, processor: ImageProcessor, config: ServerConfig):
+        self.processor, self._max_images = processor, config.limits.max_images
 
     async def load(self, images: Sequence[ImageReference]) -> list[ProcessedImage]:
         """Return images without tokens."""
@@ -136,4 +153,6 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise RequestError(f"{where}: {error}", param=where, code=error.code or "invalid_image") from None
+        if error.param == where:
+            raise
+        raise RequestError(f"`{where}`: {error}", param=where, code=error.code or "invalid_image_url") from None

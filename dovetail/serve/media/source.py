@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dovetail.core.errors import UserError
+from dovetail.io.images.decode import MAX_BYTES
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.media.fetch import Fetcher
 
-MAX_BYTES = 20 * 2**20  # of an image file
 _DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _DATA_HEAD = 256  # characters before the comma
 
@@ -91,4 +91,4 @@ def _read_data(url: str) -> bytes:
 
 
 def _too_large() -> UserError:
-    return UserError(f"the image must have at most {MAX_BYTES >> 20} MiB")
+    return UserError(f"the image file must have at most {MAX_BYTES:,} bytes", code="image_file_too_large")
