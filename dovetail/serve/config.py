@@ -69,7 +69,7 @@ class ServerLimits:
         except ValueError:
             found = None
         if not (isinstance(found, dict) and set(found) == {"image"} and type(found["image"]) is int):
-            message = f"""`limit_mm_per_prompt` must be a JSON object such as '{{"image": 4}}'"""
+            message = """`limit_mm_per_prompt` must be a JSON object such as '{"image": 4}'"""
             raise UserError(f"{message}, got {self.limit_mm_per_prompt!r}", param="limit_mm_per_prompt")
         if found["image"] < 0:
             message = f"`limit_mm_per_prompt` must be at least 0, got {found['image']}"

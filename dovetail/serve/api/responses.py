@@ -228,7 +228,9 @@ class _AssistantMessage:
             return []
         if item.type == "message" and item.role == "assistant":
             before = self.end() if self._parts.keys() & {"content", "tool_calls"} else []
-            self._parts["content"] = _text(item.content or "", f"{where}.content")  # null: it was cut off before its text
+            self._parts["content"] = _text(
+                item.content or "", f"{where}.content"
+            )  # null: it was cut off before its text
             return before
         made = _call_result if item.type == "function_call_output" else _message
         return [*self.end(), made(item, where)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -94,6 +94,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": service.max_len, "vocab_size": info.vocab,
         "type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active",
         "max_input_tokens": service.prompts.max_tokens, "max_tokens": service.max_len - 1,
+        "input_modalities": ["text"] if service.images is None else ["text", "image"],
     }  # fmt: skip
 
 

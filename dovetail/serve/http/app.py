@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from dovetail import __version__
-from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.api import anthropic, chat, completions, controls, pooling, responses, status
 from dovetail.serve.config import ServerConfig
@@ -18,6 +19,9 @@ from dovetail.serve.http.long_bodies import LongBodies
 from dovetail.serve.media.loader import ImageLoader, LoadsImages
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.talk.service import Service
+
+if TYPE_CHECKING:
+    from dovetail.io.images.processor import ImageProcessor
 
 
 def make_app(
@@ -31,17 +35,21 @@ def make_app(
         config: The server's options.
         processor: Processes images for the model; None for a model that reads text only.
     """
-    long = LongBodies(engine, tokenizer, config, processor)
+    images = processor and ImageLoader(processor, config)
+    long = LongBodies(engine, tokenizer, config, images and images.placeholder)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI):
+        starting = asyncio.create_task(long.start()) if images else None  # nearly every body with an image is long
         yield
+        if starting is not None:
+            starting.cancel()
         long.close()
         app.state.service.close()
         await engine.close()
 
-    app = routed(engine, tokenizer, config, processor and ImageLoader(processor, config), lifespan)
-    max_body = config.limits.body_bytes(takes_images=processor is not None)
+    app = routed(engine, tokenizer, config, images, lifespan)
+    max_body = config.limits.body_bytes(takes_images=images is not None)
     app.add_middleware(Gate, config=config, long=long, max_body=max_body)
     if config.allowed_origins:  # outermost: errors need the headers too, or a browser hides them
         app.add_middleware(

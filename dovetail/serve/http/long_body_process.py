@@ -35,10 +35,10 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent ends this process by closing the socket
     os.nice(NICE)
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
-        tokenizer, (config, info, processor) = (pickle.loads(read_frame(wire) or b"") for _ in range(2))
+        tokenizer, (config, info, image) = (pickle.loads(read_frame(wire) or b"") for _ in range(2))
         engine = _NoEngine(info)
         # Images are read once, in the HTTP process: a fetch has effects elsewhere, and threads decode them there.
-        images = processor and UnreadImages(processor, config)
+        images = image and UnreadImages(image, config)
         app = routed(engine, tokenizer, config, images)  # type: ignore[arg-type]
         with asyncio.Runner() as runner:
             while head := read_frame(wire):

@@ -1,4 +1,4 @@
-"""Fetch a file over HTTP from an allowed host: every redirect is checked, and the address that was checked is dialled."""
+"""Fetch a file over HTTP from an allowed host: check every redirect, and dial the address that was checked."""
 
 from __future__ import annotations
 

@@ -10,23 +10,34 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from dovetail.core.errors import RequestError, UserError
 from dovetail.io.images.decode import decode
 from dovetail.io.images.item import ProcessedImage
-from dovetail.io.images.processor import ImageProcessor, at_detail
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.media.source import ImageReference, MediaSources
 from dovetail.serve.request_context import salted
 
+if TYPE_CHECKING:  # it loads jax, which a server of a text model does without
+    from dovetail.io.images.processor import ImageProcessor
+
 MAX_THREADS = 4
+
+
+@dataclass(frozen=True)
+class ImagePlaceholder:
+    """Say how a model's images are written in its prompts, as an ImageProcessor does."""
+
+    image_token: str
+    placeholder: str
 
 
 class LoadsImages(Protocol):
     """Define the interface of an ImageLoader and its stand-in."""
 
-    processor: ImageProcessor
+    placeholder: ImagePlaceholder
 
     async def load(self, images: Sequence[ImageReference]) -> list[ProcessedImage]:
         """Return the images, in order."""
@@ -50,7 +61,8 @@ class ImageLoader:
     """
 
     def __init__(self, processor: ImageProcessor, config: ServerConfig, sources: MediaSources | None = None):
-        self.processor, self._max_images = processor, config.limits.max_images
+        self._processor, self._max_images = processor, config.limits.max_images
+        self.placeholder = ImagePlaceholder(processor.image_token, processor.placeholder)
         self._sources = sources or MediaSources(config)
         self._cache = ProcessedImages(int(config.mm_processor_cache_gb * 2**30))
         threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -86,7 +98,9 @@ class ImageLoader:
         key = hashlib.sha256(f"{salt}\0{image.detail}\0".encode() + data).digest()
         found = self._cache.get(key)
         if found is None:
-            processor = at_detail(self.processor, image.detail)
+            from dovetail.io.images.processor import at_detail
+
+            processor = at_detail(self._processor, image.detail)
             found = processor(decode(data, param=image.where), image.where)
             self._cache.put(key, found)
         return found
@@ -99,8 +113,8 @@ class ImageLoader:
 class UnreadImages:
     """Stand in for an ImageLoader where a request is checked and not answered: count the images, read none."""
 
-    def __init__(self, processor: ImageProcessor, config: ServerConfig):
-        self.processor, self._max_images = processor, config.limits.max_images
+    def __init__(self, placeholder: ImagePlaceholder, config: ServerConfig):
+        self.placeholder, self._max_images = placeholder, config.limits.max_images
 
     async def load(self, images: Sequence[ImageReference]) -> list[ProcessedImage]:
         """Return images without tokens."""

@@ -1,4 +1,4 @@
-"""Read the bytes of an image that a request refers to: a data: URL, an allowed http(s) URL, or an allowed local file."""
+"""Read the bytes of an image that a request names: a data: URL, an allowed http(s) URL, or an allowed local file."""
 
 from __future__ import annotations
 

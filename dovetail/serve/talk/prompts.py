@@ -12,7 +12,6 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.images.item import ImagePrompt, ProcessedImage
-from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.images.prompt import encode_text
 from dovetail.io.tokenizer import LiteralText, Tokenizer
 from dovetail.io.tokenizer_files import read_templates
@@ -21,6 +20,7 @@ from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.io.tool_formats.stream import StreamParser
 from dovetail.io.tool_formats.tools import spell
 from dovetail.serve.config import ServerConfig
+from dovetail.serve.media.loader import ImagePlaceholder
 from dovetail.serve.media.source import ImageReference
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.talk.answer import PromptRequest
@@ -75,9 +75,9 @@ class Prompts:
         engine: EngineClient,
         tokenizer: Tokenizer,
         config: ServerConfig,
-        processor: ImageProcessor | None = None,
+        image: ImagePlaceholder | None = None,
     ):
-        self._engine, self._tokenizer, self._config, self._processor = engine, tokenizer, config, processor
+        self._engine, self._tokenizer, self._config, self._image = engine, tokenizer, config, image
         self._max_len = engine.info.max_model_len
         self.max_tokens = min(self._max_len - 1, config.limits.max_prompt_tokens or self._max_len)  # of a prompt
         self._request_templates = RequestTemplates()
@@ -138,10 +138,10 @@ class Prompts:
             return self.encode(text, add_special, most, rendered=True)
 
         add_special = talk.add_special_tokens
-        if self._processor is None:
+        if self._image is None:
             return ImagePrompt(tuple(encode(text, add_special)))
         return encode_text(
-            text, images, self._processor, self._tokenizer, add_special=add_special, encode=encode, param="messages"
+            text, images, self._image, self._tokenizer, add_special=add_special, encode=encode, param="messages"
         )
 
     def text(self, talk: Conversation) -> str:

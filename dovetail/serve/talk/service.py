@@ -129,7 +129,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = ServerMetrics(config.names[0])
         self.inflight = Inflight(config.limits, engine.info.max_num_seqs)
-        self.prompts = Prompts(engine, tokenizer, config, None if images is None else images.processor)
+        self.prompts = Prompts(engine, tokenizer, config, None if images is None else images.placeholder)
         self.token_text = TokenText(tokenizer)
         self._template_thread = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._aborts: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks
@@ -246,7 +246,9 @@ class Service:
             return ()
         if self.images is None:
             where = talk.images[0].where
-            raise RequestError(f"{where} is not supported: the model reads text only", param=where, code="refused_field")
+            raise RequestError(
+                f"{where} is not supported: the model reads text only", param=where, code="refused_field"
+            )
         for each in talk.messages:
             if isinstance(each["content"], list) and each["role"] not in ("user", "tool"):
                 where = next(part["image"].where for part in each["content"] if part["type"] == "image")

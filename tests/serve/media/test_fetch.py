@@ -1,4 +1,4 @@
-"""Fetches of images: which URLs, hosts and addresses are refused. Resolver and sockets are replaced; nothing is sent."""
+"""Fetches of images: URLs, hosts and addresses that are refused. Resolver and sockets are replaced; nothing is sent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Stream(httpcore.AsyncNetworkStream):
 
 
 def fetched(url: str, network: Network, allowed=("a.com",), names=None) -> bytes:
-    """Fetch with a resolver that knows `names`: a list of addresses, or of such lists, one for each time it is asked."""
+    """Fetch with a resolver that knows `names`: a list of addresses, or one such list for each time it is asked."""
     times = {name: list(found) for name, found in (names or {"a.com": [PUBLIC]}).items()}
 
     async def resolve(host, port):
