@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import UNKNOWN, PlanRow, StepPlan
 from dovetail.ops.sample import SampleInputs
 
@@ -133,7 +132,7 @@ class Packer:
 
     def forget(self) -> None:
         """Send all pages again: the device's table was lost."""
-        self._holder: list[Sequence | None] = [None] * self._trash
+        self._holder = [0] * self._trash  # the number of the sequence that took the slot
         self._preemptions = [0] * self._trash  # of the holder, when it took the slot
         self._sent = [0] * self._trash
         self._adapter = np.zeros(self._trash, np.int32)  # the number of the holder's adapter
@@ -166,8 +165,8 @@ class Packer:
         for row in plan.rows:
             seq = row.seq
             slot, want = _slot(row), len(seq.pages)
-            if self._holder[slot] is not seq or self._preemptions[slot] != seq.preemptions:
-                self._holder[slot], self._preemptions[slot], self._sent[slot] = seq, seq.preemptions, 0
+            if self._holder[slot] != seq.number or self._preemptions[slot] != seq.preemptions:
+                self._holder[slot], self._preemptions[slot], self._sent[slot] = seq.number, seq.preemptions, 0
                 adapter = seq.request.adapter
                 self._adapter[slot] = adapter.number if adapter else 0
             have = self._sent[slot]
@@ -268,7 +267,7 @@ class Buckets:
         if keeps_hidden and self.few_hidden:
             tokens = _up(max(tokens, self.max_rows + 1), self._hidden_tokens())
             return Shape(tokens, self.max_rows, self.max_pages, keeps_hidden=True, images=self.images)
-        rows = _up(rows, self._mixed_rows()[-1 if images and self.few_hidden else 0 :])
+        rows = _up(rows, self._mixed_rows())
         if _up(tokens, self._tokens(rows)) > self._most_tokens(rows):
             rows = self.max_rows
         images = images or (keeps_hidden and self.images)
@@ -286,10 +285,8 @@ class Buckets:
         for rows in self._mixed_rows():
             own = [Shape(n, rows, pages) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
             shapes += [*own, own[0].sampler]
-            if self.images and (rows == self.max_rows or not self.few_hidden):
-                shapes += [replace(shape, images=True) for shape in own]
-            if not self.few_hidden:
-                shapes += [replace(shape, keeps_hidden=True, images=self.images) for shape in own]
+            shapes += [replace(shape, images=True) for shape in own if self.images]
+            shapes += [replace(shape, keeps_hidden=True, images=self.images) for shape in own if not self.few_hidden]
         if self.few_hidden:
             whole = Shape(0, self.max_rows, pages, keeps_hidden=True, images=self.images)
             shapes += [replace(whole, tokens=tokens) for tokens in self._hidden_tokens()]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -153,6 +154,9 @@ class Sequence:
     error: str | None = None  # why the engine ended it, such as a grammar that allows no further token
     limit: int = 0  # most tokens including the prompt; set by the scheduler
     images_end: int = 0  # the position after its last image token; 0 without images
+    number: int = field(
+        default_factory=itertools.count(1).__next__
+    )  # unique; the runner remembers this and not the images
     times: Times = field(init=False)
     rank: tuple = ()  # its position in the scheduler's order: priority, arrival, order of adding
 

@@ -372,26 +372,28 @@ class Scheduler:
             seq = self.waiting[0]
             if budget == 0 or admitted == most or seq.pending:
                 return admitted, False
-            cached = self._take_pages(seq, budget)
-            if cached is None:
+            chunk = self._take_pages(seq, budget)
+            if chunk is None:
                 break
+            cached, end = chunk
+            if end == cached:  # its image must wait for the next step
+                return admitted, False
             insort(self.running, self.waiting.pop(0), key=_RANK)
             seq.status, seq.slot = Status.RUNNING, heapq.heappop(self._free_slots)
             known = len(seq.tokens)
-            end = min(known, cached + budget)
-            if cached < seq.images_end:
-                end = cached + self._count_with_images(seq, cached, end - cached)
-            seq.computed, seq.pending = end, int(end == known)
-            if end == cached:  # its image must wait for the next step
-                return admitted, False
             rows.append(PlanRow(seq, cached, end - cached, end == known))
+            seq.computed, seq.pending = end, int(end == known)
             self._register(seq, cached, end)
             budget -= end - cached
             admitted += 1
         return admitted, True
 
-    def _take_pages(self, seq: Sequence, budget: int) -> int | None:
-        """Give a sequence pages for its first chunk; return its cached tokens, or None if there is no room."""
+    def _take_pages(self, seq: Sequence, budget: int) -> tuple[int, int] | None:
+        """Give a sequence pages for its first chunk; return where the chunk begins and ends, or None without room.
+
+        The chunk begins after the cached tokens. It is empty, and the sequence gets no pages, if it would begin with an
+        image that cannot be computed in this step.
+        """
         pool, size, known = self.pool, self.config.page_size, len(seq.tokens)
         if self._blocked == (seq, pool.releases):
             return None  # only a release makes room: a long prompt is not looked up at every step
@@ -402,16 +404,21 @@ class Scheduler:
         if -(-known // size) - len(hits) > room:
             self._blocked = (seq, pool.releases)
             return None
-        pool.acquire(hits)  # first: allocate might evict them
         cached = len(hits) * size
-        pages = pool.allocate(-(-min(known, cached + budget) // size) - len(hits))
+        end = min(known, cached + budget)
+        if cached < seq.images_end:
+            end = cached + self._count_with_images(seq, cached, end - cached)
+            if end == cached:
+                return cached, end
+        pool.acquire(hits)  # first: allocate might evict them
+        pages = pool.allocate(-(-end // size) - len(hits))
         assert pages is not None, "a sequence alone fits the pool"
         seq.pages = hits + pages
         if seq.preemptions == 0:  # a preempted sequence that finds its own pages is not a cache hit
             seq.cached_tokens, seq.times.scheduled = min(cached, seq.prompt_len), time.monotonic()
             self.prompt_tokens += known
             pool.count_lookup(known, cached)
-        return cached
+        return cached, end
 
     def _more_steps(self, rows: list[PlanRow], more: int) -> int:
         """Return how many device steps the plan takes beyond the first, and reserve the pages for them.
