@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from engine.engines import GREEDY, NEW, OPTIONS, make_llm, mixed_prompts, tokens_of, variant
 from reference_models import reference
 from refusals import refuses
+from vision_models import example, patches_of, vision_reference
 
 from dovetail.core.errors import RequestError
 from dovetail.core.spec import ParamSpec, Stored, init
@@ -92,7 +95,8 @@ PROMPTS = {
 @functools.cache
 def model(family: str = "llama3.1", block_mask: str = ""):
     loaded = load(reference(family)[1])
-    cfg = replace(loaded.config, vision=Vision(ToyTower(loaded.config.dim), IMAGE, block_mask))
+    source = json.dumps({"text_config": loaded.config.to_hf()})
+    cfg = replace(loaded.config, vision=Vision(ToyTower(loaded.config.dim), IMAGE, block_mask), source=source)
     vision = init(spec(cfg)["vision"], jax.random.key(0), jnp.float32)
     return cfg, {**loaded.params, "vision": jax.tree.map(lambda x: 3 * x, vision)}
 
@@ -151,6 +155,26 @@ def test_engine_generates_what_the_forward_pass_does(llm):
     assert tokens_of(whole.generate([PROMPTS[name] for name in names], GREEDY)) == expected(*names)
     alone = variant(llm, caching=False)
     assert [tokens_of(alone.generate(PROMPTS[name], GREEDY))[0] for name in names] == expected(*names)
+
+
+@pytest.mark.parametrize("tokens", [12, 128])
+def test_smolvlm_generates_what_transformers_does(tokens):
+    theirs, folder = vision_reference("smolvlm")
+    llm = LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=tokens)))
+    given = example([5, 3, 4], 4)
+    patches, positions = patches_of(given.pixels, 4)
+    items = [ImageItem(*each, (2, 2), bytes(each[0])) for each in zip(patches, positions, strict=True)]
+    spans = [ImageSpan(int((given.image_ids == i).argmax()), item) for i, item in enumerate(items, 1)]
+    output = llm.generate(ImagePrompt(tuple(given.tokens.tolist()), tuple(spans)), GREEDY)
+    pixels = torch.tensor(given.pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+    theirs.generation_config.eos_token_id = None
+    ids = torch.tensor(given.tokens[None].astype(np.int64))
+    with torch.no_grad():
+        found = theirs.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels[None], max_new_tokens=NEW,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+    assert tokens_of(output) == [found[0, -NEW:].tolist()]
 
 
 def test_equal_images_share_pages_and_different_ones_do_not(llm):

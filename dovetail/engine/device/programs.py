@@ -35,6 +35,7 @@ from dovetail.io.compiled import compile_program, has_program, load_program, pro
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
 from dovetail.models.draft.draft import DraftModel
+from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.serve_memory import sampler_bytes
 
@@ -202,7 +203,7 @@ class Programs:
         tower, N, P = self.cfg.vision.tower, shape.items, shape.patches
         patches, positions = self._array((N, P, tower.patch_dim), jnp.uint8), self._array((N, P, 2))
         rows = self._array((N, P // tower.patches_per_feature))
-        inputs = self._abstract(params["vision"]), self.features, patches, positions, rows
+        inputs = self._abstract(params[VISION]), self.features, patches, positions, rows
         static: dict[str, Any] = dict(tower=tower, compute=self.compute, platform=self.platform)
         options = compile_options(self.platform, N * P)
         return StepProgram(shape, run_encoder, inputs, static | dict(placement=self.placement), options)

@@ -30,6 +30,7 @@ from dovetail.engine.device.step import DeviceState, StepOutput, score
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
 from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import Gain, PlanRow, StepDemand, StepLimits, StepPlan
+from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of the step that is used while others are not compiled yet
@@ -213,7 +214,7 @@ class Runner:
         assert self.cfg.vision is not None and self.features is not None
         encode = self.steps(shape)  # first: it may fail, and the buffer is donated
         inputs = pack_items(shape, items, self.cfg.vision.tower, nowhere=self.features.shape[0])
-        self.features = encode(self.params["vision"], self.features, *inputs)
+        self.features = encode(self.params[VISION], self.features, *inputs)
 
     def _launch(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> LaunchedStep:
         inputs = sampler.inputs(plan, shape.rows, shape.drafts)
