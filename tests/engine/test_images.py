@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import gc
 import json
+import shutil
 import weakref
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from engine.engines import GREEDY, NEW, OPTIONS, make_llm, mixed_prompts, tokens_of, variant
+from PIL import Image
 from reference_models import reference
 from refusals import refuses
 from vision_models import example, patches_of, vision_reference
@@ -24,6 +29,7 @@ from dovetail.core.spec import ParamSpec, Stored, init
 from dovetail.core.types import Embeds, Packed
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.request.outputs import RequestOutput
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.schedule.encoder_cache import EncoderCache
 from dovetail.io.images.item import ImageItem, ImagePrompt, ImageSpan
@@ -102,7 +108,7 @@ def model(family: str = "llama3.1", block_mask: str = ""):
 
 
 def make(**options) -> LLM:
-    return LLM.from_weights(*model(), EngineOptions(**(OPTIONS | options)))
+    return LLM.from_weights(*model(), EngineOptions(**(OPTIONS | dict(max_decode_steps=1) | options)))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +166,7 @@ def test_engine_generates_what_the_forward_pass_does(llm):
 @pytest.mark.parametrize("tokens", [12, 128])
 def test_smolvlm_generates_what_transformers_does(tokens):
     theirs, folder = vision_reference("smolvlm")
-    llm = LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=tokens)))
+    llm = LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=tokens, max_decode_steps=1)))
     given = example([5, 3, 4], 4)
     patches, positions = patches_of(given.pixels, 4)
     items = [ImageItem(*each, (2, 2), bytes(each[0])) for each in zip(patches, positions, strict=True)]
@@ -175,6 +181,67 @@ def test_smolvlm_generates_what_transformers_does(tokens):
             do_sample=False, pad_token_id=0,
         )  # fmt: skip
     assert tokens_of(output) == [found[0, -NEW:].tolist()]
+
+
+def folder_to_chat_with(folder: Path) -> Path:
+    """SmolVLM with a tokenizer of letters, a chat template and a processor of 32 x 32 tiles."""
+    shutil.copytree(vision_reference("smolvlm")[1], folder)
+    letters = {chr(32 + i): i + 3 for i in range(95)} | {"\n": 98}
+    special = ["<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>"]
+    special += ["<fake_token_around_image>", "<global-img>"]
+    vocab = letters | {f"<{i}>": i for i in (0, 1, 2)} | {token: 140 + i for i, token in enumerate(special)}
+    vocab |= {"<image>": 150}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<0>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens([*special, "<image>"])
+    made.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+        "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}assistant:"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    settings = dict(
+        image_processor_type="SmolVLMImageProcessor", size={"longest_edge": 64}, max_image_size={"longest_edge": 32},
+        do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=[0.5] * 3,
+        image_std=[0.5] * 3, resample=1, do_image_splitting=True,
+    )  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_chat_and_generate_take_images(tmp_path):
+    llm = LLM(
+        folder_to_chat_with(tmp_path / "model"), **(OPTIONS | dict(max_num_batched_tokens=64, max_decode_steps=1))
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    image.save(tmp_path / "photo.png")
+    url = "data:image/png;base64," + base64.b64encode((tmp_path / "photo.png").read_bytes()).decode()
+
+    def ask(part: dict) -> RequestOutput:
+        return llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}], GREEDY)
+
+    found = [ask({"type": "image", "image": each}) for each in (image, pixels, str(tmp_path / "photo.png"))]
+    found.append(ask({"type": "image_url", "image_url": {"url": url}}))
+    assert len({tuple(each) for each in tokens_of(found)}) == 1 and llm.stats().encoded_items == 5, "four tiles and all"
+    assert [each.num_cached_tokens > 0 for each in found] == [False, True, True, True]
+    assert tokens_of([ask({"type": "image", "image": 255 - pixels})]) != tokens_of(found[:1])
+    text = "user:<image>What?assistant:"
+    given = {"prompt": text, "multi_modal_data": {"image": image}}
+    assert tokens_of(llm.generate([given, {"prompt": "Hello"}], GREEDY))[0] == tokens_of(found[:1])[0]
+    assert "".join(delta.text for delta in llm.stream(given, GREEDY)) == found[0].outputs[0].text
+    for bad, param, code in (
+        ({"prompt": text}, "images", None),  # an image token without an image
+        ({"prompt": "Hello", "multi_modal_data": {"image": image}}, "prompt", "invalid_image"),
+        ({"prompt": text, "multi_modal_data": {"audio": image}}, "multi_modal_data", None),
+        ({"prompt": text, "multi_modal_data": {"image": "https://a.example/a.png"}}, "image", "invalid_image_url"),
+        ({"prompt": text, "images": image}, "prompts", None),
+    ):
+        with refuses(param, RequestError, code):
+            llm.generate(bad, GREEDY)
+    with refuses("messages", RequestError, "invalid_image_url"):
+        ask({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}})
 
 
 def test_equal_images_share_pages_and_different_ones_do_not(llm):
@@ -294,8 +361,11 @@ def test_with_drafts():
 
 
 def test_refusals(llm):
+    blind = make_llm("llama3.1")
     with refuses("images", RequestError):
-        make_llm("llama3.1").generate(PROMPTS["one"], GREEDY)
+        blind.generate(PROMPTS["one"], GREEDY)
+    with refuses("images", RequestError):
+        blind.generate({"prompt": "<image>", "multi_modal_data": {"image": np.zeros((8, 8, 3), np.uint8)}}, GREEDY)
     start = ImageSpan(3, CAT)
     for bad in (
         ImagePrompt(tuple(TEXT), (start,)),  # no image tokens there

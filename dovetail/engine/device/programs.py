@@ -95,7 +95,8 @@ class StepProgram(NamedTuple):
         if not shape.tokens:
             return f"the sampler of {shape.rows} rows"
         times = f" x {shape.steps}" if shape.steps > 1 else f" with {shape.drafts} drafts" if shape.drafts else ""
-        return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}"
+        images = " with images" if shape.images else ""
+        return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}{images}"
 
     def load_or_compile(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
         """Read it from disk if it was kept, else compile and keep it.

@@ -205,7 +205,7 @@ class Intake:
 
 def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
     """Return one prompt (text, token ids, or token ids with images), or many, as a list."""
-    if isinstance(prompts, str | bytes | ImagePrompt):
+    if isinstance(prompts, str | bytes | ImagePrompt | Mapping):
         return [prompts]
     if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
         raise RequestError(
