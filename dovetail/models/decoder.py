@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from dovetail.core.compute import Compute
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
-from dovetail.core.types import Cache, Context, Packed, Paged, Params
+from dovetail.core.types import Cache, Context, Embeds, Packed, Paged, Params
 from dovetail.models.block import Residual, Table, block, by_token, norm
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.repeats import fold, repeats
@@ -38,13 +38,14 @@ def forward(
     ctx: Context,
     cache: Cache | None = None,
     rows: jax.Array | None = None,
+    embeds: Embeds | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Run the model: tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens).
 
     With `rows` [S] only the states of those tokens are returned, [S, D]: past its attention the last layer computes no
-    others.
+    others. `embeds` replaces the embeddings of image tokens.
     """
-    hidden, cache, _ = tapped(params, cfg, tokens, positions, ctx, cache, rows)
+    hidden, cache, _ = tapped(params, cfg, tokens, positions, ctx, cache, rows, embeds=embeds)
     return hidden, cache
 
 
@@ -57,6 +58,7 @@ def tapped(
     cache: Cache | None = None,
     rows: jax.Array | None = None,
     taps: tuple[int, ...] = (),
+    embeds: Embeds | None = None,
 ) -> tuple[jax.Array, Cache | None, jax.Array | None]:
     """Run the model as `forward` does, and return the outputs of some layers too, for a draft model.
 
@@ -67,7 +69,7 @@ def tapped(
         len(cfg.layers) is the hidden states themselves.
     """
     outputs: dict[int, Any] = dict.fromkeys(taps)
-    hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows, outputs=outputs)
+    hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows, outputs=outputs, embeds=embeds)
     if len(cfg.layers) in outputs:
         outputs[len(cfg.layers)] = hidden
     seen = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else None
@@ -85,6 +87,7 @@ def trunk(
     *,
     remat: str = "none",
     scan: bool = False,
+    embeds: Embeds | None = None,
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
     """Run the model for training.
 
@@ -98,10 +101,10 @@ def trunk(
         ctx: The attention context.
         remat: What the backward pass keeps (see `remember`).
         scan: Stack runs of equal layers, or of equal groups, and compile them once. The weights stay a tuple in the
-            state;
-            they are stacked where they are cast to the compute dtype, which copies them anyway.
+            state; they are stacked where they are cast to the compute dtype, which copies them anyway.
+        embeds: What replaces the embeddings of image tokens.
     """
-    hidden, _, stats = _run(params, cfg, tokens, positions, ctx, remat=remat, scan=scan)
+    hidden, _, stats = _run(params, cfg, tokens, positions, ctx, remat=remat, scan=scan, embeds=embeds)
     return hidden, stats
 
 
@@ -116,12 +119,16 @@ def _run(
     remat: str = "none",
     scan: bool = False,
     outputs: dict[int, Any] | None = None,
+    embeds: Embeds | None = None,
 ) -> tuple[jax.Array, dict[int, Any], dict[int, RouterStats]]:
     """Return the hidden states, every layer's entry of the cache, and the routers' statistics.
 
     The outputs of the layers that are keys of `outputs` are put there.
     """
-    x = by_token(ctx, embed(params, cfg, tokens, ctx.placement))
+    x = embed(params, cfg, tokens, ctx.placement)
+    if embeds is not None:
+        x, tokens = _with_features(x, tokens, embeds)
+    x = by_token(ctx, x)
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers}
     tables: dict[Rope | None, Table] = {rope: rope.tables(positions) if rope else () for rope in ropes}
@@ -150,6 +157,13 @@ def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placem
     # rows whole: of a table cut along D, XLA looks up parts of all tokens' rows and sends those across the whole mesh
     table = constrain(params["embed"], placement, "vocab", None)
     return table[tokens] * jnp.asarray(cfg.embed_scale, table.dtype)
+
+
+def _with_features(x: jax.Array, tokens: jax.Array, embeds: Embeds) -> tuple[jax.Array, jax.Array]:
+    """Return the embeddings with those of image tokens replaced, and the tokens with padding (0) in their place."""
+    is_image = embeds.index >= 0
+    features = embeds.features[jnp.maximum(embeds.index, 0), : x.shape[-1]].astype(x.dtype)
+    return jnp.where(is_image[..., None], features, x), jnp.where(is_image, 0, tokens)
 
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:

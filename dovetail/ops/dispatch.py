@@ -89,6 +89,13 @@ def choose_paged(
     return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
 
 
+def choose_bidirectional(platform: str | None, q: Any) -> str:
+    """Return the implementation of attention in vision towers: 'cudnn' or 'reference'."""
+    on_gpu = (platform or jax.default_backend()) in NVIDIA and _has_cudnn()
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if on_gpu and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 else "reference"
+
+
 def choose_latent(platform: str | None, q: Any, rank: int, ctx: Paged, pages: Any) -> str:
     """Return the implementation for queries [T, N, C] over pages of latents: 'flat' or 'reference'."""
     is_tpu = (platform or jax.default_backend()) == "tpu"
@@ -316,6 +323,7 @@ def describe() -> list[tuple[str, str, str]]:
         rows += [
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, choose_paged(platform, heads, 8)),
+            ("bidirectional attention", platform, choose_bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),

@@ -1,4 +1,4 @@
-"""RMS norm, always in f32: the one reduction where bf16 would show."""
+"""RMS norm and layer norm, always in f32: the one reduction where bf16 would show."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float =
     if weight is not None:
         y = y * (offset + weight.astype(jnp.float32))
     return y.astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float) -> jax.Array:
+    """Return (x - mean(x)) / std(x) * weight + bias over the last dim."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    y = y if weight is None else y * weight.astype(jnp.float32)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def add_rms_norm(

@@ -67,7 +67,9 @@ def build_gemma3(f: Fields, tower: TowerInput) -> SquareProcessor:
 def build_siglip(f: Fields, tower: TowerInput) -> SquareProcessor:
     """Build the processor of SigLIP, and of SigLIP 2 with a fixed size, from its settings."""
     size, resample = _size(f, tower), read_resample(f, "bicubic")
-    return SquareProcessor(tower.patch, tower.merge, tower.image_token, tower.image_token, size, resample)
+    return SquareProcessor(
+        tower.patch, tower.merge, tower.image_token, tower.image_id, tower.image_token, size, resample
+    )
 
 
 def _size(f: Fields, tower: TowerInput) -> int:

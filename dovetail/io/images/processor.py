@@ -45,7 +45,7 @@ class ImageProcessor(Protocol):
         ...
 
     def low_detail(self) -> ImageProcessor:
-        """Return the processor of images that OpenAI's `detail: low` asks for: fewer image tokens where it is possible."""
+        """Return the processor for OpenAI's `detail: low`: fewer image tokens where the tower allows it."""
         ...
 
 

@@ -1,0 +1,150 @@
+"""The transformer encoder of ViT and SigLIP: its weights, its forward pass and its cost.
+
+N items, P patches of an item, D width, K heads, H head dim, F width of the MLP.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dovetail.core.mesh import Placement, constrain
+from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
+from dovetail.core.types import Params
+from dovetail.ops.bidirectional import bidirectional_attention
+from dovetail.ops.glu import Glu
+from dovetail.ops.linear import matmul, matmuls
+from dovetail.ops.norm import layer_norm
+
+BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Describe blocks of bidirectional attention and an MLP, with layer norms before each half and biases everywhere.
+
+    Attributes:
+        layers: The number of blocks.
+        dim: D.
+        heads: K, which divides D.
+        width: F.
+        eps: That of the norms.
+        act: The activation of the MLP: "gelu_tanh", "gelu" or "silu".
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    width: int
+    eps: float = 1e-6
+    act: str = "gelu_tanh"
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Return the products of attention's input, each with its heads."""
+        return dict.fromkeys(("q", "k", "v"), self.heads)
+
+    def spec(self, names: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
+        """Return the weights of the blocks.
+
+        Args:
+            names: The stored name of each weight of a block, with the keys of SIGLIP; {i} is the block's number.
+        """
+        return tuple(
+            self._block_spec({key: name.format(i=i) for key, name in names.items()}) for i in range(self.layers)
+        )
+
+    def _block_spec(self, names: Mapping[str, str]) -> dict[str, Any]:
+        D, K, H, F = self.dim, self.heads, self.dim // self.heads, self.width
+
+        def declare(key, shape, axes, stored=None, **more) -> ParamSpec:
+            return ParamSpec(shape, axes, Stored((names[key],), stored or shape), **more)
+
+        attn = {"o": declare("attn.o", (D, K, H), ("embed", "heads", None), (D, D))}
+        attn["o_bias"] = declare("attn.o_bias", (D,), (None,), **BIAS)
+        for x in self.projections:
+            attn[x] = declare(f"attn.{x}", (K, H, D), ("heads", None, "embed"), (D, D))
+            attn[f"{x}_bias"] = declare(f"attn.{x}_bias", (K, H), ("heads", None), (D,), **BIAS)
+        mlp = {
+            "up": declare("mlp.up", (F, D), ("mlp", "embed")),
+            "up_bias": declare("mlp.up_bias", (F,), ("mlp",), **BIAS),
+            "down": declare("mlp.down", (D, F), ("embed", "mlp")),
+            "down_bias": declare("mlp.down_bias", (D,), (None,), **BIAS),
+        }
+        norms = {key: norm_spec(D, names[key], names[f"{key}_bias"]) for key in ("attn_norm", "mlp_norm")}
+        return {"attn": in_one_tensor(attn, self.projections), "mlp": mlp, **norms}
+
+    def __call__(
+        self,
+        layers: tuple[Params, ...],
+        x: jax.Array,
+        lengths: jax.Array | None = None,
+        placement: Placement | None = None,
+        run: Callable | None = None,
+    ) -> jax.Array:
+        """Map x [N, P, D] to [N, P, D].
+
+        Args:
+            layers: The weights, with the structure of `spec`.
+            x: Embedded patches.
+            lengths: [N] int32: the patches of each item, if padding follows them.
+            placement: The mesh and its rules; None for one device.
+            run: `encoder_block`, or a wrapper of it (models.decoder.remember).
+        """
+        for p in layers:
+            x = (run or encoder_block)(
+                p, constrain(x, placement, "batch", None, None), lengths, of=self, placement=placement
+            )
+        return x
+
+    def flops(self, patches: int) -> float:
+        """Return the FLOPs of the forward pass of one item."""
+        products = matmul_flops(self._block_spec(dict.fromkeys(SIGLIP, "")))
+        return self.layers * patches * (products + 4.0 * self.dim * patches)
+
+
+@functools.partial(jax.jit, static_argnames=("of", "placement"))  # equal blocks are traced and lowered once
+def encoder_block(
+    p: Params, x: jax.Array, lengths: jax.Array | None = None, *, of: Encoder, placement: Placement | None = None
+) -> jax.Array:
+    """Run one block of the encoder `of` on x [N, P, D]."""
+    q, k, v = matmuls(norm(p["attn_norm"], x, of.eps), p["attn"], of.projections)
+    platform = placement.platform if placement else None
+    h = bidirectional_attention(q, k, v, scale=q.shape[-1] ** -0.5, lengths=lengths, platform=platform)
+    x = x + matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
+    h = matmul(norm(p["mlp_norm"], x, of.eps), p["mlp"]["up"], p["mlp"]["up_bias"])
+    return x + matmul(Glu(of.act).activate(h), p["mlp"]["down"], p["mlp"]["down_bias"])
+
+
+def norm_spec(dim: int, weight: str, bias: str) -> dict[str, ParamSpec]:
+    """Return the weights of a layer norm under their stored names."""
+    return {
+        "weight": ParamSpec((dim,), (None,), Stored((weight,), (dim,)), init="ones", active=0.0),
+        "bias": ParamSpec((dim,), (None,), Stored((bias,), (dim,)), **BIAS),
+    }
+
+
+def norm(p: Params, x: jax.Array, eps: float) -> jax.Array:
+    """Normalise x by a layer norm."""
+    return layer_norm(x, p["weight"], p["bias"], eps)
+
+
+# the stored names of a block's weights in SigLIP, behind the model's own prefix
+SIGLIP = {
+    f"{key}{end}": f"{name}.{what}"
+    for key, name in {
+        "attn_norm": "layer_norm1",
+        "attn.q": "self_attn.q_proj",
+        "attn.k": "self_attn.k_proj",
+        "attn.v": "self_attn.v_proj",
+        "attn.o": "self_attn.out_proj",
+        "mlp_norm": "layer_norm2",
+        "mlp.up": "mlp.fc1",
+        "mlp.down": "mlp.fc2",
+    }.items()
+    for end, what in (("", "weight"), ("_bias", "bias"))
+}
