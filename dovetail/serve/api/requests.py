@@ -192,7 +192,7 @@ LABELS = {
 }
 _STRUCTURED = "send structured_outputs {json, regex, choice or grammar}"
 NO_MEDIA = RefusedField("text and images are the only inputs")
-ImageDetail = Literal["auto", "low", "high"]
+ImageDetail = Literal["auto", "low", "high", "original"]
 
 
 class GenerationRequest(Body):

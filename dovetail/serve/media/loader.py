@@ -30,7 +30,7 @@ MAX_THREADS = 4
 class ImagePlaceholder:
     """Say how a model's images are written in its prompts, as an ImageProcessor does."""
 
-    image_token: str
+    image_id: int  # the token that a feature replaces
     placeholder: str
 
 
@@ -62,7 +62,7 @@ class ImageLoader:
 
     def __init__(self, processor: ImageProcessor, config: ServerConfig, sources: MediaSources | None = None):
         self._processor, self._max_images = processor, config.limits.max_images
-        self.placeholder = ImagePlaceholder(processor.image_token, processor.placeholder)
+        self.placeholder = ImagePlaceholder(processor.image_id, processor.placeholder)
         self._sources = sources or MediaSources(config)
         self._cache = ProcessedImages(int(config.mm_processor_cache_gb * 2**30))
         threads = min(MAX_THREADS, os.cpu_count() or 1)

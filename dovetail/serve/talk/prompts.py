@@ -12,7 +12,7 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.images.item import ImagePrompt, ProcessedImage
-from dovetail.io.images.prompt import encode_text
+from dovetail.io.images.prompt import expand, locate
 from dovetail.io.tokenizer import LiteralText, Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
@@ -134,15 +134,13 @@ class Prompts:
     def _encode_rendered(
         self, talk: Conversation, text: str, images: Sequence[ProcessedImage], most: int | None = None
     ) -> ImagePrompt:
-        def encode(text: str, add_special: bool) -> list[int]:
-            return self.encode(text, add_special, most, rendered=True)
-
-        add_special = talk.add_special_tokens
-        if self._image is None:
-            return ImagePrompt(tuple(encode(text, add_special)))
-        return encode_text(
-            text, images, self._image, self._tokenizer, add_special=add_special, encode=encode, param="messages"
-        )
+        image = self._image
+        if image is not None:
+            text = expand(text, images, image.placeholder, param="messages").text
+        tokens = self.encode(text, talk.add_special_tokens, most, rendered=True)
+        if image is None:
+            return ImagePrompt(tuple(tokens))
+        return locate(tokens, images, image.image_id, param="messages")
 
     def text(self, talk: Conversation) -> str:
         """Return the prompt's text, with a placeholder for each image."""
