@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
 
 import jax
@@ -35,6 +36,7 @@ from dovetail.engine.request.params import SamplingParams, renamed_attribute
 from dovetail.engine.spec.draft_weights import with_own_draft
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
+from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
@@ -255,7 +257,7 @@ class LLM:
             )
         many = [messages] if one else messages
         adapters = self._adapters_for(adapter, len(many))
-        prompts = [self._chat_prompt(*each, tools, template) for each in zip(many, adapters, strict=True)]
+        prompts = [self.chat_prompt(*each, tools, template) for each in zip(many, adapters, strict=True)]
         outputs = self.generate(prompts, sampling_params, adapter=adapter)
         return outputs[0] if one else outputs
 
@@ -298,7 +300,7 @@ class LLM:
         if holds_messages(prompts):
             many: Any = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
             whole = {"add_generation_prompt": False, **template}
-            tokens = [self.engine.intake.encode(self._chat_prompt(each, None, tools, whole)) for each in many]
+            tokens = [self.engine.intake.encode(self.chat_prompt(each, None, tools, whole)) for each in many]
         elif tools or template:
             raise RequestError("`tools` and template variables require conversations, got texts or token ids")
         else:
@@ -438,7 +440,14 @@ class LLM:
     def _with_images(self, prompt: Prompt | ImageInput) -> Prompt:
         return self._images.prompt(prompt) if isinstance(prompt, Mapping) else prompt
 
-    def _chat_prompt(self, messages: Conversation, adapter: str | None, tools: Tools, template: Any) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        adapter: str | None = None,
+        tools: Tools = None,
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int] | ImagePrompt:
+        """Return the prompt of one conversation, for `stream`; `chat` lists the arguments."""
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer and so no chat template: use generate with token ids")
         folder = self._adapter_folders.get(adapter) if adapter else None
