@@ -48,8 +48,9 @@ class BudgetProcessor:
 
     def __call__(self, image: np.ndarray, param: str = "image") -> ProcessedImage:
         """Return the one item of the image, without padding."""
-        size = _fit(*image.shape[:2], self.patch * self.merge, self.budget)
-        item = make_item(resize(image, *size, self.resample), self.patch, self.merge, self)
+        height, width, _ = image.shape
+        height, width = _fit(height, width, self.patch * self.merge, self.budget)
+        item = make_item(resize(image, height, width, self.resample), self.patch, self.merge, self)
         return ProcessedImage(self.start + self.image_token * (item.grid[0] * item.grid[1]) + self.end, (item,))
 
     def low_detail(self) -> BudgetProcessor:

@@ -30,5 +30,5 @@ def make_item(image: np.ndarray, patch: int, merge: int, settings: object, *, bl
     positions = np.stack([x, y], -1).reshape(rows // block, block, columns // block, block, 2)
     positions = positions.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
     key = hashlib.blake2b(repr((settings, patch, merge, blocks, image.shape)).encode(), digest_size=32)
-    key.update(np.ascontiguousarray(patches))
+    key.update(np.ascontiguousarray(patches).data)
     return ImageItem(patches, positions, (rows // merge, columns // merge), key.digest())

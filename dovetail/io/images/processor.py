@@ -108,9 +108,10 @@ def _read_settings(folder: Path) -> tuple[dict[str, Any], str]:
     """Return the settings of images and of prompts together, and the file that they are from."""
     own, shared = (read_json(folder / name) if (folder / name).is_file() else None for name in _FILES)
     nested = (shared or {}).get("image_processor")
-    if own is None and nested is None:
+    images = own if nested is None else nested
+    if images is None:
         raise UserError(
             f"{folder} has no preprocessor_config.json: the model's images cannot be resized as in training"
         )
     prompts = {key: value for key, value in (shared or {}).items() if not isinstance(value, dict)}
-    return prompts | (nested or own), str(folder / _FILES[0 if nested is None else 1])
+    return prompts | images, str(folder / _FILES[0 if nested is None else 1])

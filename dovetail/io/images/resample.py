@@ -20,6 +20,7 @@ import numpy as np
 from dovetail.core.errors import UserError
 
 _BITS = 22  # of a weight's fraction: a sum of 255 x weights fits an int32
+_BLOCK = 32  # rows and columns of pixels that are exchanged together
 _COLUMNS = 2048  # numbers of a row that are summed together: they stay in the CPU's cache
 
 
@@ -66,9 +67,15 @@ def resize(image: np.ndarray, height: int, width: int, resample: str) -> np.ndar
     if resample not in FILTERS:
         raise UserError(f"`resample` must be one of {', '.join(FILTERS)}, got {resample!r}.", param="resample")
     if image.shape[1] != width:
-        turned = np.ascontiguousarray(image.transpose(1, 0, 2))
-        image = _resize_rows(turned, width, resample).transpose(1, 0, 2)
+        image = _turned(_resize_rows(_turned(image), width, resample))
     return _resize_rows(np.ascontiguousarray(image), height, resample)
+
+
+def _turned(image: np.ndarray) -> np.ndarray:
+    """Return the image with rows and columns exchanged."""
+    out = np.empty((image.shape[1], image.shape[0], 3), np.uint8)
+    _kernels()[1](np.ascontiguousarray(image), out)
+    return out
 
 
 def _resize_rows(image: np.ndarray, size: int, resample: str) -> np.ndarray:
@@ -77,13 +84,13 @@ def _resize_rows(image: np.ndarray, size: int, resample: str) -> np.ndarray:
         return image
     rows = image.reshape(len(image), -1)  # [H, M]
     out = np.empty((size, rows.shape[1]), np.uint8)
-    _kernel()(rows, *_weights(len(image), size, resample), out)
+    _kernels()[0](rows, *_weights(len(image), size, resample), out)
     return out.reshape(size, *image.shape[1:])
 
 
 @cache
-def _kernel() -> Callable[..., None]:
-    """Return the compiled loop over rows; it releases Python's lock, so that a server's other threads run meanwhile."""
+def _kernels() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the compiled loops; they release Python's lock, so that a server's other threads run meanwhile."""
     from numba import njit
 
     def weigh(rows, starts, ends, weights, out):
@@ -100,7 +107,15 @@ def _kernel() -> Callable[..., None]:
                 for m in range(count):
                     out[i, left + m] = min(max(sums[m] >> _BITS, 0), 255)
 
-    return njit(weigh, nogil=True, cache=True)
+    def turn(image, out):
+        for top in range(0, image.shape[0], _BLOCK):
+            for left in range(0, image.shape[1], _BLOCK):
+                for x in range(left, min(left + _BLOCK, image.shape[1])):
+                    for y in range(top, min(top + _BLOCK, image.shape[0])):
+                        for c in range(3):
+                            out[x, y, c] = image[y, x, c]
+
+    return njit(weigh, nogil=True, cache=True), njit(turn, nogil=True, cache=True)
 
 
 @lru_cache(maxsize=64)

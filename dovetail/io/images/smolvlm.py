@@ -52,11 +52,13 @@ class TileProcessor:
 
     def __call__(self, image: np.ndarray, param: str = "image") -> ProcessedImage:
         """Return the tiles, row by row, and the small copy last."""
-        image = resize(image, *_longest_side(*image.shape[:2], self.longest), self.resample)
+        height, width, _ = image.shape
+        height, width = _longest_side(height, width, self.longest)
+        image = resize(image, height, width, self.resample)
         rows, columns = 0, 0
         tiles: list[np.ndarray] = []
         if self.splits:
-            height, width = _whole_tiles(*image.shape[:2], self.tile)
+            height, width = _whole_tiles(height, width, self.tile)
             image = resize(image, height, width, self.resample)
             if max(height, width) > self.tile:
                 rows, columns = height // self.tile, width // self.tile
