@@ -33,6 +33,13 @@ VISION: dict[str, tuple[str, dict]] = {
         dict(text_config=dict(model_type="llama", **TEXT), vision_config=SIGLIP | dict(layer_norm_eps=1e-3),
              scale_factor=2, image_token_id=IMAGE_TOKEN),
     ),
+    "gemma3": (
+        "Gemma3Config",
+        dict(text_config=TEXT | dict(head_dim=16, sliding_window=6, num_hidden_layers=3, query_pre_attn_scalar=20,
+                                     layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+             vision_config=SIGLIP | dict(vision_use_head=False, model_type="siglip_vision_model"),
+             mm_tokens_per_image=16, image_token_index=IMAGE_TOKEN),
+    ),
 }  # fmt: skip
 
 
@@ -77,6 +84,8 @@ def their_logits(name: str, prompt: Example) -> np.ndarray:
     """The logits [T, vocab] of transformers."""
     model, _ = vision_reference(name)
     given = {"input_ids": torch.tensor(prompt.tokens[None].astype(np.int64))}
+    if name == "gemma3":
+        given["token_type_ids"] = torch.tensor(prompt.image_ids[None] > 0).long()
     if len(prompt.pixels):
         pixels = torch.tensor(prompt.pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
         is_tiled = name in ("smolvlm", "idefics3")

@@ -13,9 +13,10 @@ from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import MissingFileError, UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen
-from dovetail.models.config import ModelConfig, is_scored, scored
+from dovetail.models.attention import Attention
+from dovetail.models.config import Layer, ModelConfig, is_scored, scored
 from dovetail.models.family import Family, Fields, VisionFamily
-from dovetail.models.towers import smolvlm
+from dovetail.models.towers import gemma3, smolvlm
 
 FAMILIES: dict[str, Family] = {
     model_type: family
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     for model_type in family.model_types
 }
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    model_type: family for module in (smolvlm,) for family in module.FAMILIES for model_type in family.model_types
+    kind: family for module in (smolvlm, gemma3) for family in module.FAMILIES for kind in family.model_types
 }
 
 
@@ -65,7 +66,13 @@ def _with_vision(text: ModelConfig, family: VisionFamily, hf: dict[str, Any], wh
     vision = family.parse(outer, own, text)
     outer.done()
     own.done()
-    return replace(text, vision=vision, source=json.dumps(hf, sort_keys=True))
+    layers = (_masked(layer) if vision.masks(getattr(layer.attn, "window", None)) else layer for layer in text.layers)
+    return replace(text, layers=tuple(layers), vision=vision, source=json.dumps(hf, sort_keys=True))
+
+
+def _masked(layer: Layer) -> Layer:
+    assert isinstance(layer.attn, Attention)
+    return replace(layer, attn=replace(layer.attn, block_mask=True))
 
 
 def _parse_text(hf: dict[str, Any], where: str, read: Callable[[Fields], None] | None = None) -> ModelConfig:

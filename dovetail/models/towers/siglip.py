@@ -176,16 +176,10 @@ def read_siglip(f: Fields, defaults: Mapping[str, Any]) -> Siglip:
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
     layers, dim, heads, width = (f.get(key, defaults[key]) for key in sizes)
     if dim % heads:
-        raise UserError(f"{f.where}: hidden_size={dim} is not a multiple of num_attention_heads={heads}")
+        raise UserError(
+            f"{f.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}",
+            param="num_attention_heads",
+        )
     act = read_glu(f, "hidden_act", "gelu_pytorch_tanh").kind
     encoder = Encoder(layers, dim, heads, width, f.get("layer_norm_eps", 1e-6), act)
     return Siglip(encoder, *(f.get(key, defaults[key]) for key in ("image_size", "patch_size")))
-
-
-def squares_fit(f: Fields, siglip: Siglip, square: int, key: str) -> int:
-    """Return `square` if it divides the patches of a side; refuse `key` if not."""
-    if square < 1 or siglip.side % square:
-        raise UserError(
-            f"{f.where}: {key} does not divide the {siglip.side} x {siglip.side} patches of an image", param=key
-        )
-    return square

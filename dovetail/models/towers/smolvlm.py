@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
+from dovetail.core.errors import UserError
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import Fields, VisionFamily
-from dovetail.models.towers.siglip import SiglipTower, read_siglip, siglip_names, squares_fit
+from dovetail.models.towers.siglip import SiglipTower, read_siglip, siglip_names
 from dovetail.models.towers.vision import Vision
 from dovetail.ops.linear import matmul
 
@@ -51,7 +52,12 @@ def parse_smolvlm(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
     f.skip("_pad_token_id")
     vision.skip("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # a processor's, or unused
     siglip = read_siglip(vision, DEFAULTS)
-    square = squares_fit(f, siglip, f.get("scale_factor", 2), "scale_factor")
+    square = f.get("scale_factor", 2)
+    if siglip.side % square:
+        raise UserError(
+            f"{f.where}: scale_factor={square} must divide the {siglip.side} patches of an image's side",
+            param="scale_factor",
+        )
     return Vision(SmolVlmTower(siglip, square, text.dim), image_token=f.get("image_token_id", 128257))
 
 

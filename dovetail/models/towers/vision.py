@@ -83,3 +83,7 @@ class Vision:
     block_mask: str = ""
     mrope: bool = False
     deepstack: tuple[int, ...] = ()
+
+    def masks(self, window: int | None) -> bool:
+        """Return whether layers with this sliding window let the tokens of an item see each other."""
+        return self.block_mask == "all" or (self.block_mask == "sliding" and window is not None)
