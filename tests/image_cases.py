@@ -1,17 +1,19 @@
 """Folders of models with vision: settings as transformers writes them, and tokenizers that know their image tokens."""
 
+import importlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from dovetail.io.detokenize import byte_characters
+from dovetail.io.images.processor import read_processor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.towers.vision import Vision
 
-__all__ = ["replace"]
+MODULES = {"Idefics3": "idefics3", "Gemma3": "gemma3", "Gemma4": "gemma4", "Qwen2VL": "qwen2_vl", "Siglip": "siglip"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Family:
 
 
 PARTS = "{% for part in message['content'] %}{{ part['text'] if part['type'] == 'text' else PLACEHOLDER }}{% endfor %}"
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: " + PARTS + "\n{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: " + PARTS + "{{ '\n' }}{% endfor %}"
 
+GEMMA4_AUDIO = {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 FAMILIES = {
     "smolvlm": Family(
@@ -58,7 +61,7 @@ FAMILIES = {
     "gemma4": Family(
         "Gemma4ImageProcessor",
         {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
-        4, 3, 630, {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}, {},
+        4, 3, 630, {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"} | GEMMA4_AUDIO, {},
         TEMPLATE.replace("PLACEHOLDER", "'<|image|>'"),
     ),
     "qwen2.5": Family(
@@ -88,8 +91,10 @@ def tokenizer_of(family: Family) -> Tokenizer:
     merges = [(newline, newline), (newline * 2, newline), (newline * 2, newline * 2)]
     backend = Backend(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     more = ["<|vision_start|>", "<|vision_end|>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<end>"]
-    extra = {"extra_special_tokens": dict(family.tokens), "additional_special_tokens": more}
+    backend.add_special_tokens([*family.tokens.values(), *more])
+    extra = {"extra_special_tokens": dict(family.tokens)}
     return Tokenizer(backend, eos="<end>", pad="<end>", chat_template=family.template, extra=extra)
 
 
@@ -97,6 +102,20 @@ def vision_of(family: Family, tokenizer: Tokenizer) -> Vision:
     """Return how a model of this family sees images."""
     tower = FakeTower(family.patch**2 * 3, family.merge**2, family.max_patches)
     return Vision(tower, tokenizer.id(family.tokens["image_token"]))
+
+
+def processor_of(family: Family, folder, **changes):
+    """Return the family's processor, read from a folder, and its tokenizer."""
+    write_settings(folder, family, **changes)
+    tokenizer = tokenizer_of(family)
+    return read_processor(folder, vision_of(family, tokenizer), tokenizer), tokenizer
+
+
+def image_processor_of(family: Family):
+    """Return the slow image processor of transformers with the family's settings."""
+    module = MODULES[family.name.removesuffix("ImageProcessor")]
+    found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    return getattr(found, f"{family.name}Pil")(**family.settings)
 
 
 def write_settings(folder, family: Family, **changes) -> None:

@@ -159,6 +159,14 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
+def has_images(messages: Any) -> bool:
+    """Return whether a message has an image part; False for what `checked_messages` refuses."""
+    contents = (
+        [m.get("content") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list | tuple) else []
+    )
+    return any(is_image(part) for content in contents if isinstance(content, list | tuple) for part in content)
+
+
 def image_source(part: Mapping[str, Any]) -> Any:
     """Return the image, URL or path that an image part brings; None if it has none."""
     found = next((part[name] for name in (*IMAGE_PARTS[:2], "url", "path") if part.get(name) is not None), None)

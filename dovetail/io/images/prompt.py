@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import RequestError
-from dovetail.io.chat import image_source, is_image
+from dovetail.io.chat import has_images, image_source, is_image
 from dovetail.io.images.decode import as_image
 from dovetail.io.images.item import ImagePrompt, ImageSpan, ProcessedImage
 from dovetail.io.images.processor import ImageProcessor
@@ -77,7 +77,7 @@ def place_images(
         param: The field of the messages in errors.
     """
     left, found, placed = list(images), [], []
-    if left and not any(is_image(part) for message in messages for part in _parts(message)):
+    if left and not has_images(messages):
         messages = _images_first(messages, len(left))
     for message in messages:
         parts = _parts(message)

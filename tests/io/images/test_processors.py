@@ -1,11 +1,12 @@
 """Processors against the slow ones of transformers: the same pixels, sizes and text."""
 
-import importlib
+import json
+from dataclasses import replace
 
 import image_cases
 import numpy as np
 import pytest
-from image_cases import FAMILIES, noise
+from image_cases import FAMILIES, image_processor_of, noise
 from PIL import Image
 from refusals import refuses
 
@@ -13,20 +14,10 @@ from dovetail.core.errors import RequestError
 from dovetail.io.images.processor import at_detail, read_processor
 
 SIZES = [(1, 1), (33, 47), (64, 64), (100, 37), (37, 1201), (611, 433), (500, 8)]
-MODULES = {"Idefics3": "idefics3", "Gemma3": "gemma3", "Gemma4": "gemma4", "Qwen2VL": "qwen2_vl", "Siglip": "siglip"}
-
-
-def theirs(family):
-    """Return the slow image processor of transformers with these settings."""
-    module = MODULES[family.name.removesuffix("ImageProcessor")]
-    found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    return getattr(found, f"{family.name}Pil")(**family.settings)
 
 
 def ours(family, folder, **changes):
-    image_cases.write_settings(folder, family, **changes)
-    tokenizer = image_cases.tokenizer_of(family)
-    return read_processor(folder, image_cases.vision_of(family, tokenizer), tokenizer)
+    return image_cases.processor_of(family, folder, **changes)[0]
 
 
 def normalised(item, family):
@@ -52,7 +43,7 @@ def as_picture(item, family):
 @pytest.mark.parametrize("name", ["smolvlm", "gemma3", "siglip"])
 def test_pictures_equal_transformers(name, size, tmp_path):
     family, image = FAMILIES[name], noise(*size)
-    wanted = np.array(theirs(family)(Image.fromarray(image))["pixel_values"])
+    wanted = np.array(image_processor_of(family)(Image.fromarray(image))["pixel_values"])
     wanted = wanted.reshape(-1, *wanted.shape[-3:])
     found = ours(family, tmp_path)(image)
     assert len(found.items) == len(wanted)
@@ -63,7 +54,7 @@ def test_pictures_equal_transformers(name, size, tmp_path):
 @pytest.mark.parametrize("size", SIZES)
 def test_gemma4_patches_equal_transformers(size, tmp_path):
     family, image = FAMILIES["gemma4"], noise(*size)
-    wanted = theirs(family)(Image.fromarray(image))
+    wanted = image_processor_of(family)(Image.fromarray(image))
     (item,) = ours(family, tmp_path)(image).items
     count = len(item.patches)
     np.testing.assert_allclose(
@@ -78,7 +69,7 @@ def test_gemma4_patches_equal_transformers(size, tmp_path):
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
 def test_qwen_patches_equal_one_frame_of_transformers(name, size, tmp_path):
     family, image = FAMILIES[name], noise(*size)
-    wanted = theirs(family)(Image.fromarray(image))
+    wanted = image_processor_of(family)(Image.fromarray(image))
     (item,) = ours(family, tmp_path)(image).items
     frames = np.asarray(wanted["pixel_values"]).reshape(-1, 3, 2, family.patch, family.patch)
     for frame in (0, 1):
@@ -92,7 +83,7 @@ def test_qwen_patches_equal_one_frame_of_transformers(name, size, tmp_path):
 def test_smolvlm_published_size_of_a_photo(tmp_path):
     """512 pixels a tile and 64 tokens: 4 x 3 tiles and the small copy, as for SmolVLM-256M."""
     settings = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
-    family = image_cases.replace(FAMILIES["smolvlm"], patch=16, max_patches=1024, more={"image_seq_len": 64})
+    family = replace(FAMILIES["smolvlm"], patch=16, max_patches=1024, more={"image_seq_len": 64})
     found = ours(family, tmp_path, **settings)(noise(750, 1000))
     assert len(found.items) == 13 and found.items[0].patches.shape == (1024, 768)
     assert found.text.count("<image>") == 13 * 64
@@ -127,8 +118,6 @@ def test_low_detail_has_fewer_tokens(tmp_path):
 
 def test_settings_inside_processor_config(tmp_path):
     """As transformers 5 saves them."""
-    import json
-
     family = FAMILIES["gemma4"]
     nested = {"image_processor_type": family.name, **family.settings}
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": nested, "audio_seq_length": 750}))
