@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,15 @@ SIGLIP = dict(
     hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4, image_size=32, patch_size=4
 )
 IMAGE_TOKEN = 150
+GEMMA4 = TEXT | dict(
+    num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, head_dim=16, sliding_window=6,
+    vocab_size_per_layer_input=160, global_head_dim=24,
+)  # fmt: skip
+GEMMA4_VISION = dict(
+    hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=12, patch_size=4, pooling_kernel_size=2, position_embedding_size=40, rms_norm_eps=1e-4,
+    rope_parameters=dict(rope_type="axial", rope_theta=80.0),
+)  # fmt: skip
 
 # name -> (transformers' config class, its arguments)
 VISION: dict[str, tuple[str, dict]] = {
@@ -40,6 +51,16 @@ VISION: dict[str, tuple[str, dict]] = {
              vision_config=SIGLIP | dict(vision_use_head=False, model_type="siglip_vision_model"),
              mm_tokens_per_image=16, image_token_index=IMAGE_TOKEN),
     ),
+    "gemma4": (
+        "Gemma4Config",
+        dict(text_config=GEMMA4 | dict(hidden_size_per_layer_input=8, num_kv_shared_layers=2),
+             vision_config=GEMMA4_VISION | dict(use_clipped_linears=True), image_token_id=IMAGE_TOKEN),
+    ),
+    "gemma4-31b": (
+        "Gemma4Config",
+        dict(text_config=GEMMA4 | dict(hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+             vision_config=GEMMA4_VISION | dict(standardize=True), image_token_id=IMAGE_TOKEN),
+    ),
 }  # fmt: skip
 
 
@@ -52,31 +73,46 @@ def vision_reference(name: str):
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval().float()
     randomize(model)
+    for key, bound in model.named_buffers():  # of clipped products: some numbers are beyond them
+        if key.endswith(("put_min", "put_max")):
+            bound.copy_((1 + bound.abs()) * (1 if key.endswith("max") else -1))
     folder = Path(tempfile.mkdtemp(prefix=f"dovetail-{name}-"))
     model.save_pretrained(folder)
     return model, folder
 
 
+# height and width of a prompt's items, in turn
+SIZES = {"gemma4": ((16, 24), (32, 8), (24, 24)), "gemma4-31b": ((16, 24), (32, 8), (24, 24))}
+
+
 @dataclass(frozen=True)
 class Example:
-    """A prompt: its tokens, its items as pixels [N, side, side, 3], and which item (1, 2, ..) a token is of."""
+    """A prompt: its tokens, its items as pixels [H, W, 3], and which item (1, 2, ..) a token is of."""
 
     tokens: np.ndarray
-    pixels: np.ndarray
+    pixels: Sequence[np.ndarray]
     image_ids: np.ndarray
 
 
 def example(texts: list[int], tokens_per_item: int, side: int = 32, seed: int = 0) -> Example:
-    """A prompt of texts of these lengths with an item between each two of them."""
+    """A prompt of texts of these lengths with a square item between each two of them."""
+    built = sized_example(texts, ((side, side),), side // math.isqrt(tokens_per_item), seed)
+    return replace(built, pixels=np.stack(built.pixels) if built.pixels else np.zeros((0, side, side, 3), np.uint8))
+
+
+def sized_example(texts: list[int], sizes: tuple[tuple[int, int], ...], unit: int, seed: int = 0) -> Example:
+    """The same with items of these heights and widths in turn; a feature is of unit x unit pixels."""
     rng = np.random.default_rng(seed)
-    tokens, ids = [], []
+    tokens, ids, pixels = [], [], []
     for i, length in enumerate(texts):
         if i:
-            tokens += [IMAGE_TOKEN] * tokens_per_item
-            ids += [i] * tokens_per_item
+            height, width = sizes[(i - 1) % len(sizes)]
+            count = (height // unit) * (width // unit)
+            pixels.append(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            tokens += [IMAGE_TOKEN] * count
+            ids += [i] * count
         tokens += rng.integers(3, IMAGE_TOKEN, length).tolist()
         ids += [0] * length
-    pixels = rng.integers(0, 256, (len(texts) - 1, side, side, 3), dtype=np.uint8)
     return Example(np.asarray(tokens, np.int32), pixels, np.asarray(ids, np.int32))
 
 
@@ -84,20 +120,32 @@ def their_logits(name: str, prompt: Example) -> np.ndarray:
     """The logits [T, vocab] of transformers."""
     model, _ = vision_reference(name)
     given = {"input_ids": torch.tensor(prompt.tokens[None].astype(np.int64))}
-    if name == "gemma3":
-        given["token_type_ids"] = torch.tensor(prompt.image_ids[None] > 0).long()
-    if len(prompt.pixels):
-        pixels = torch.tensor(prompt.pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
-        is_tiled = name in ("smolvlm", "idefics3")
-        given["pixel_values"] = pixels[None] if is_tiled else pixels
+    kinds = torch.tensor(prompt.image_ids[None] > 0).long()
+    given |= {"token_type_ids": kinds} if name == "gemma3" else {}
+    given |= {"mm_token_type_ids": kinds} if name.startswith("gemma4") else {}
     with torch.no_grad():
-        return model(**given).logits[0].float().numpy()
+        return model(**given, **_pixel_values(name, prompt)).logits[0].float().numpy()
 
 
-def patches_of(pixels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images [N, H, W, 3] as patches [N, P, size * size * 3], row by row, and their positions [N, P, 2]."""
-    N, H, W, _ = pixels.shape
-    grid = pixels.reshape(N, H // size, size, W // size, size, 3).transpose(0, 1, 3, 2, 4, 5)
-    patches = grid.reshape(N, -1, size * size * 3)
-    y, x = np.divmod(np.arange(patches.shape[1]), W // size)
-    return patches, np.broadcast_to(np.stack([x, y], -1), (*patches.shape[:2], 2)).astype(np.int32)
+def _pixel_values(name: str, prompt: Example) -> dict[str, torch.Tensor]:
+    if not len(prompt.pixels):
+        return {}
+    if name.startswith("gemma4"):
+        patches, positions = patches_of(prompt.pixels, GEMMA4_VISION["patch_size"])
+        return {"pixel_values": torch.tensor(patches) / 255, "image_position_ids": torch.tensor(positions).long()}
+    pixels = torch.tensor(np.stack(prompt.pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return {"pixel_values": pixels[None] if name in ("smolvlm", "idefics3") else pixels}
+
+
+def patches_of(pixels: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images [H, W, 3] as patches [N, P, size * size * 3], row by row, and their positions [N, P, 2]; padding is -1."""
+    items = []
+    for image in pixels:
+        rows, columns = image.shape[0] // size, image.shape[1] // size
+        grid = image.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4)
+        y, x = np.divmod(np.arange(rows * columns), columns)
+        items.append((grid.reshape(rows * columns, -1), np.stack([x, y], -1).astype(np.int32)))
+    most = max(len(patches) for patches, _ in items)
+    patches = [np.pad(patches, ((0, most - len(patches)), (0, 0))) for patches, _ in items]
+    positions = [np.pad(at, ((0, most - len(at)), (0, 0)), constant_values=-1) for _, at in items]
+    return np.stack(patches), np.stack(positions)

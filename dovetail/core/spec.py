@@ -33,7 +33,8 @@ class Stored:
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
         """Return the part of a stored tensor that is this weight: a view, so writing to it writes into the tensor."""
-        part = tensor.reshape(self.view or tensor.shape)[self.at]
+        whole = tensor.reshape(self.view or tensor.shape)
+        part = whole[self.at] if self.at else whole  # of a scalar, an index would make a copy
         return part.swapaxes(-1, -2) if self.transposed else part
 
 
@@ -155,6 +156,8 @@ def _init_leaf(
     elif kind.startswith("uniform:"):  # between minus and plus the number after the colon
         bound = float(kind.partition(":")[2])
         leaf = jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    elif kind.startswith("constant:"):
+        leaf = jnp.full(shape, float(kind.partition(":")[2]), dtype)
     else:
         leaf = {"zeros": jnp.zeros, "ones": jnp.ones}[kind](shape, dtype)
     return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)

@@ -55,6 +55,7 @@ class VisionFamily:
         aliases: (pattern, replacement) of other names that published checkpoints have for the tower's tensors.
         text_defaults: Fields that a `text_config` may leave out.
         read_text: Reads the fields of `text_config` that the text model's own family does not know.
+        dropped: Fields that describe other towers, whose weights are not read: null in an exported folder.
         unused: A pattern of tensors in published checkpoints that the model does not need.
     """
 
@@ -65,6 +66,7 @@ class VisionFamily:
     aliases: tuple[tuple[str, str], ...] = ()
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     read_text: Callable[[Fields], None] = _accept
+    dropped: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
 

@@ -17,6 +17,7 @@ from dovetail.models.attention import Attention
 from dovetail.models.config import Layer, ModelConfig, is_scored, scored
 from dovetail.models.family import Family, Fields, VisionFamily
 from dovetail.models.towers import gemma3, smolvlm
+from dovetail.models.towers import gemma4 as gemma4_vision
 
 FAMILIES: dict[str, Family] = {
     model_type: family
@@ -25,7 +26,10 @@ FAMILIES: dict[str, Family] = {
     for model_type in family.model_types
 }
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    kind: family for module in (smolvlm, gemma3) for family in module.FAMILIES for kind in family.model_types
+    kind: family
+    for module in (smolvlm, gemma3, gemma4_vision)
+    for family in module.FAMILIES
+    for kind in family.model_types
 }
 
 
@@ -67,6 +71,7 @@ def _with_vision(text: ModelConfig, family: VisionFamily, hf: dict[str, Any], wh
     outer.done()
     own.done()
     layers = (_masked(layer) if vision.masks(getattr(layer.attn, "window", None)) else layer for layer in text.layers)
+    hf |= {key: None for key in family.dropped if key in hf}
     return replace(text, layers=tuple(layers), vision=vision, source=json.dumps(hf, sort_keys=True))
 
 

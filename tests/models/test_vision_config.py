@@ -53,8 +53,34 @@ GEMMA3 = {
         "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
     },
 }  # fmt: skip
+GEMMA4 = {  # E2B
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio"},
+    "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999, "eoa_token_id": 258883,
+    "eoi_token_id": 258882, "eos_token_id": [1, 106], "image_token_id": 258880, "video_token_id": 258884,
+    "vision_soft_tokens_per_image": 280,
+    "model_type": "gemma4",
+    "text_config": {
+        "head_dim": 256, "hidden_size": 1536, "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+        "max_position_embeddings": 131072, "model_type": "gemma4_text", "num_attention_heads": 8,
+        "num_hidden_layers": 35, "num_key_value_heads": 1, "num_kv_shared_layers": 20, "sliding_window": 512,
+        "use_double_wide_mlp": True, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "final_logit_softcapping": 30.0,
+    },
+    "vision_config": {
+        "default_output_length": 280, "global_head_dim": 64, "head_dim": 64, "hidden_size": 768,
+        "intermediate_size": 3072, "model_type": "gemma4_vision", "num_attention_heads": 12, "num_hidden_layers": 16,
+        "num_key_value_heads": 12, "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}, "standardize": False,
+        "use_clipped_linears": True,
+    },
+}  # fmt: skip
 # config, parameters in millions, those of the tower, image tokens of an item, TFLOP of an item
-PUBLISHED = {"smolvlm-256m": (SMOLVLM, 256, 93.5, 64, 0.21), "gemma3-4b": (GEMMA3, 4300, 420, 256, 5.5)}
+PUBLISHED = {
+    "smolvlm-256m": (SMOLVLM, 256, 93.5, 64, 0.21),
+    "gemma3-4b": (GEMMA3, 4300, 420, 256, 5.5),
+    "gemma4-e2b": (GEMMA4 | {"audio_config": None}, 4800, 170, 280, 1.1),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -106,6 +132,10 @@ def test_what_would_change_the_numbers_is_refused(case):
     inner[path[-1]] = value
     with refuses(path[-1], naming=path[-1]):
         parse_config(changed)
+
+
+def test_a_tower_for_sound_is_left_out():
+    assert parse_config(copy.deepcopy(GEMMA4)).to_hf() == GEMMA4 | {"audio_config": None}
 
 
 def test_a_model_with_images_is_not_given_a_score():
