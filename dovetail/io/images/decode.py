@@ -5,6 +5,7 @@ Pillow decodes. Its own error texts are not passed on: they can contain addresse
 
 from __future__ import annotations
 
+import base64
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
@@ -31,7 +32,8 @@ def as_image(
     """Return an image as RGB pixels, [H, W, 3] uint8.
 
     Args:
-        image: A path, the bytes of a file, a PIL image, or an array [H, W, 3], [H, W, 4] or [H, W] of uint8.
+        image: A path, a data: URL, the bytes of a file, a PIL image, or an array of uint8: [H, W, 3], [H, W, 4] or
+            [H, W].
         param: The name of the image in errors.
         max_bytes: The largest file.
         max_pixels: The most pixels, width times height.
@@ -41,6 +43,8 @@ def as_image(
     """
     from PIL import Image
 
+    if isinstance(image, str) and (image.startswith("data:") or "://" in image):
+        image = _from_url(image, param, max_bytes)
     if isinstance(image, str | PathLike):
         path = Path(image)
         if path.stat().st_size > max_bytes:
@@ -147,6 +151,21 @@ def _is_other_document(data: bytes) -> bool:
     at = data.rfind(b"PK\x05\x06", max(0, len(data) - 65557))  # the record at an archive's end, and its comment
     archive = at >= 0 and at + 22 + int.from_bytes(data[at + 20 : at + 22], "little") == len(data)
     return archive or b"%PDF-" in data[:1024]
+
+
+def _from_url(url: str, param: str, max_bytes: int) -> bytes:
+    """Return the bytes of a data: URL; others are not fetched."""
+    head, _, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        message = f"`{param}` must be a path or have the form data:image/png;base64,DATA, got {url[:40]!r}."
+        raise RequestError(message, param=param, code="invalid_image_url")
+    if len(data) > max_bytes * 4 // 3 + 4:
+        raise _too_many_bytes(len(data) * 3 // 4, max_bytes, param)
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        message = f"`{param}` is not valid base64."
+        raise RequestError(message, param=param, code="invalid_base64_image") from None
 
 
 def _checked_array(image: np.ndarray, param: str) -> np.ndarray:

@@ -97,6 +97,7 @@ def build_qwen(f: Fields, tower: TowerInput) -> RangeProcessor:
     size = f.get("size", {})
     fewest = f.get("min_pixels", size.get("shortest_edge", size.get("min_pixels", 56 * 56)))
     most = f.get("max_pixels", size.get("longest_edge", size.get("max_pixels", 28 * 28 * 1280)))
+    most = min(most, tower.max_patches * tower.patch**2)
     return RangeProcessor(
         tower.patch, tower.merge, tower.image_token, tower.image_id, fewest, most, read_resample(f, "bicubic")
     )

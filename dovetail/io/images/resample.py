@@ -66,9 +66,14 @@ def resize(image: np.ndarray, height: int, width: int, resample: str) -> np.ndar
     if resample not in FILTERS:
         raise UserError(f"`resample` must be one of {', '.join(FILTERS)}, got {resample!r}.", param="resample")
     if image.shape[1] != width:
-        turned = np.ascontiguousarray(image.transpose(1, 0, 2))
-        image = _resize_rows(turned, width, resample).transpose(1, 0, 2)
+        image = _turned(_resize_rows(_turned(image), width, resample))
     return _resize_rows(np.ascontiguousarray(image), height, resample)
+
+
+def _turned(image: np.ndarray) -> np.ndarray:
+    """Return the image with rows and columns exchanged, pixel by pixel: numpy copies single bytes more slowly."""
+    pixels = np.ascontiguousarray(image).view("V3")[..., 0]
+    return np.ascontiguousarray(pixels.T)[..., None].view(np.uint8)
 
 
 def _resize_rows(image: np.ndarray, size: int, resample: str) -> np.ndarray:

@@ -58,6 +58,7 @@ def check_shared(f: Fields, mean: list[float] | None, std: list[float] | None = 
         std: The standard deviation that it divides by; by default that of `mean`.
     """
     f.only("do_resize", True)
+    f.only("do_center_crop", False)
     f.only("do_rescale", True)
     f.only("rescale_factor", 1 / 255)
     f.only("do_normalize", mean is not None)

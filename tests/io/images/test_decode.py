@@ -1,5 +1,6 @@
 """Image files of every kind: what is accepted becomes the right pixels, and the rest is refused by name."""
 
+import base64
 import struct
 import zipfile
 import zlib
@@ -210,6 +211,33 @@ def test_python_objects(tmp_path):
 def test_other_python_objects_are_refused(given):
     with refuses("images[0]", RequestError, "invalid_image"):
         as_image(given, param="images[0]")
+
+
+def test_data_urls():
+    data = base64.b64encode(file(PIXELS)).decode()
+    assert (as_image(f"data:image/png;base64,{data}") == PIXELS).all()
+    for url, code in (
+        ("data:text/html;base64,aGk=", "invalid_image_url"), ("http://localhost/a.png", "invalid_image_url"),
+        ("file:///etc/passwd", "invalid_image_url"), ("data:image/png;base64,%%", "invalid_base64_image"),
+        (f"data:image/png;base64,{data * 9}", "image_file_too_large"),
+    ):  # fmt: skip
+        with refuses("images[0]", RequestError, code):
+            as_image(url, param="images[0]", max_bytes=1000)
+
+
+def test_memory_is_flat_over_a_thousand_images():
+    resource = pytest.importorskip("resource")
+    files = [file(np.random.default_rng(i).integers(0, 256, (256, 256, 3), dtype=np.uint8), "JPEG") for i in range(4)]
+
+    def most_after(count):
+        for i in range(count):
+            decode(files[i % 4])
+            with pytest.raises(RequestError):
+                decode(files[i % 4][:3000])
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = most_after(50)
+    assert most_after(950) - before < 20_000, "kilobytes"  # one image in ten kept would be 19 MB of pixels
 
 
 def test_a_file_is_measured_before_it_is_read(tmp_path):
