@@ -156,8 +156,9 @@ def programs_for(
 def _encoder(cfg: ModelConfig, buckets: Buckets, device: Any) -> EncoderBuckets | None:
     if cfg.vision is None:
         return None
-    items = (1,) if device.platform == "cpu" else (1, 4, 16)  # a CPU computes several no faster than one by one
-    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items)
+    # a CPU computes several items no faster than one by one
+    items, least = ((1,), 64) if device.platform == "cpu" else ((1, 4, 16), 512)
+    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items, least)
 
 
 def _check_images(cfg: ModelConfig, options: EngineOptions) -> None:

@@ -27,6 +27,7 @@ from vision_models import SIZES, patches_of, sized_example, their_logits, vision
 from dovetail.core.errors import RequestError
 from dovetail.core.spec import ParamSpec, Stored, init
 from dovetail.core.types import Embeds, Packed
+from dovetail.engine.device.encoder import EncoderBuckets
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.outputs import RequestOutput
@@ -37,6 +38,7 @@ from dovetail.io.load import load
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.spec import spec
 from dovetail.models.towers.vision import Vision
+from dovetail.plan.serve_memory import feature_bytes, held
 
 IMAGE = 7  # the image token
 LENGTH = 96  # of the reference's rows
@@ -381,7 +383,9 @@ def test_on_two_devices():
 
 
 def test_with_drafts_and_room_for_adapters():
-    llm = make(max_num_batched_tokens=64, max_loras=1, speculative_config=dict(method="ngram", num_speculative_tokens=3))
+    llm = make(
+        max_num_batched_tokens=64, max_loras=1, speculative_config=dict(method="ngram", num_speculative_tokens=3)
+    )
     names = ["one", "at the end", "twice"]
     assert tokens_of(llm.generate([PROMPTS[name] for name in names], GREEDY)) == expected(*names)
 
@@ -421,6 +425,29 @@ def test_encoder_cache_evicts_what_was_used_longest_ago():
     assert cache.hold(items[1], 4) and cache.hold(items[2], 4)
     assert [item for item, _ in cache.take()[1]] == [items[1]]
     assert (cache.encoded, cache.hits, cache.num_used) == (4, 2, 8)
+
+
+def test_several_items_are_encoded_at_once(llm, monkeypatch):
+    llm, programs = variant(llm), llm.runner.programs
+    encoder = EncoderBuckets.of(llm.config.vision.tower, BATCHED, items=(1, 2), least=4)
+    monkeypatch.setattr(llm.runner, "programs", replace(programs, encoder=encoder))
+    sizes = [(shape.items, shape.patches, len(few)) for shape, few in encoder.calls([(CAT, 0), (DOG, 0), (CAT, 0)])]
+    assert encoder.patches == (8, 16, 32) and sizes == [(2, 32, 2), (1, 32, 1)]
+    few = [prompt(picture(20 + i, 6), MORE) for i in range(3)]  # padded to 8 patches
+    assert tokens_of(llm.generate([*few, PROMPTS["two"]], GREEDY)) == [*map(greedy, few), *expected("two")]
+    before = np.asarray(llm.runner.features)
+    for shape in encoder.usual():  # as a start does
+        if shape.patches < 32:
+            llm.runner._run_encoder(shape, [])
+    assert np.array_equal(before, llm.runner.features), "a call without items writes nothing"
+
+
+def test_the_plan_counts_the_buffer_and_the_tower(llm):
+    cfg, features = llm.config, llm.runner.programs.features
+    assert feature_bytes(cfg, BATCHED, 4) == features.shape[0] * features.shape[1] * 4
+    seeing, blind = (held(each, None, memory=2**34, dtype="f32") for each in (cfg, replace(cfg, vision=None)))
+    assert seeing.weights - blind.weights == 4 * 48 * 12
+    assert seeing.step >= blind.step + feature_bytes(cfg, 8192, 4)
 
 
 def test_mixed_with_text(llm):

@@ -51,16 +51,17 @@ class EncoderBuckets:
     items: tuple[int, ...] = (1, 4, 16)
 
     @classmethod
-    def of(cls, tower: Tower, max_tokens: int, items: tuple[int, ...]) -> EncoderBuckets:
+    def of(cls, tower: Tower, max_tokens: int, items: tuple[int, ...], least: int) -> EncoderBuckets:
         """Return the shapes for a tower.
 
         Args:
             tower: The tower.
             max_tokens: The most tokens of a step; the buffer has a row for each, and as many as the largest item needs.
             items: See above.
+            least: Patches of an item below which fewer save no time.
         """
         sizes, size, whole = [], tower.max_patches, tower.patches_per_feature
-        while size > max(whole, tower.min_patches):
+        while size > max(whole, tower.min_patches, least):
             sizes.append(size)
             size = -(-size // (2 * whole)) * whole  # half, in whole features
         sizes = sorted({*sizes, tower.max_patches})
