@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
 from dovetail.core.types import Paged, Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters, with_adapters
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
-from dovetail.engine.device.encoder import EncoderBuckets, largest_item
+from dovetail.engine.device.encoder import EncoderBuckets
 from dovetail.engine.device.following import with_draft
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.device.runner import Runner
@@ -41,7 +41,15 @@ from dovetail.models.spec import flops_per_token
 from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes, why_not_ragged
 from dovetail.plan.prediction import chip_here
-from dovetail.plan.serve_memory import USABLE, bytes_beside, coarse_pages, num_pages, pool_bytes, round_pages
+from dovetail.plan.serve_memory import (
+    USABLE,
+    bytes_beside,
+    coarse_pages,
+    largest_item,
+    num_pages,
+    pool_bytes,
+    round_pages,
+)  # fmt: skip
 
 
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
@@ -148,8 +156,9 @@ def programs_for(
 def _encoder(cfg: ModelConfig, buckets: Buckets, device: Any) -> EncoderBuckets | None:
     if cfg.vision is None:
         return None
-    items = (1,) if device.platform == "cpu" else (1, 4, 16)  # a CPU computes several no faster than one by one
-    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items)
+    # a CPU computes several items no faster than one by one
+    items, least = ((1,), 64) if device.platform == "cpu" else ((1, 4, 16), 512)
+    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items, least)
 
 
 def _check_images(cfg: ModelConfig, options: EngineOptions) -> None:
@@ -282,13 +291,13 @@ class AbstractEngine:
         return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
 
     def corners(self) -> list[Shape]:
-        """Return the smallest and the largest decode and verify steps and the largest step with prompts."""
+        """Return the smallest and the largest decode and verify steps and the largest step with prompts and images."""
         buckets = self.programs.buckets
         usual = sorted((s for s in buckets.usual() if s.tokens), key=lambda shape: (shape.rows, shape.tokens))
         decode = [shape for shape in usual if shape.is_decode and shape.steps == 1]
         verify = [shape for shape in usual if shape.drafts]
         ends = [*decode[:1], *decode[-1:], *verify[:1], *verify[-1:]]
-        return list(dict.fromkeys([*ends, buckets.largest()]))
+        return list(dict.fromkeys([*ends, replace(buckets.largest(), images=buckets.images)]))
 
     def compile(self, shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
         """Compile a step; `more` are further options of XLA."""

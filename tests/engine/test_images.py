@@ -6,6 +6,7 @@ import base64
 import functools
 import gc
 import json
+import math
 import shutil
 import weakref
 from dataclasses import dataclass, replace
@@ -17,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-import torch
 from engine.engines import GREEDY, NEW, OPTIONS, make_llm, mixed_prompts, tokens_of, variant
 from PIL import Image
 from reference_models import reference
 from refusals import refuses
-from vision_models import example, patches_of, vision_reference
+from vision_models import SIZES, patches_of, sized_example, their_logits, vision_reference
 
 from dovetail.core.errors import RequestError
 from dovetail.core.spec import ParamSpec, Stored, init
 from dovetail.core.types import Embeds, Packed
+from dovetail.engine.device.encoder import EncoderBuckets
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.outputs import RequestOutput
@@ -37,6 +38,7 @@ from dovetail.io.load import load
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.spec import spec
 from dovetail.models.towers.vision import Vision
+from dovetail.plan.serve_memory import feature_bytes, held
 
 IMAGE = 7  # the image token
 LENGTH = 96  # of the reference's rows
@@ -163,24 +165,50 @@ def test_engine_generates_what_the_forward_pass_does(llm):
     assert [tokens_of(alone.generate(PROMPTS[name], GREEDY))[0] for name in names] == expected(*names)
 
 
-@pytest.mark.parametrize("tokens", [12, 128])
-def test_smolvlm_generates_what_transformers_does(tokens):
-    theirs, folder = vision_reference("smolvlm")
-    llm = LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=tokens, max_decode_steps=1)))
-    given = example([5, 3, 4], 4)
-    patches, positions = patches_of(given.pixels, 4)
-    items = [ImageItem(*each, (2, 2), bytes(each[0])) for each in zip(patches, positions, strict=True)]
-    spans = [ImageSpan(int((given.image_ids == i).argmax()), item) for i, item in enumerate(items, 1)]
-    output = llm.generate(ImagePrompt(tuple(given.tokens.tolist()), tuple(spans)), GREEDY)
-    pixels = torch.tensor(given.pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
-    theirs.generation_config.eos_token_id = None
-    ids = torch.tensor(given.tokens[None].astype(np.int64))
-    with torch.no_grad():
-        found = theirs.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels[None], max_new_tokens=NEW,
-            do_sample=False, pad_token_id=0,
-        )  # fmt: skip
-    assert tokens_of(output) == [found[0, -NEW:].tolist()]
+@functools.cache
+def given_to(name: str) -> tuple[ImagePrompt, list[int]]:
+    """A prompt with two images for a family, and the tokens that are the most probable for transformers."""
+    tower = load(vision_reference(name)[1]).config.vision.tower
+    unit = math.isqrt(tower.patch_dim // 3 * tower.patches_per_feature)
+    given = sized_example([5, 3, 4], SIZES.get(name, ((32, 32),)), unit)
+    spans = []
+    for i, pixels in enumerate(given.pixels, 1):
+        (patches,), (positions,) = patches_of([pixels], 4)
+        start, count = int((given.image_ids == i).argmax()), int((given.image_ids == i).sum())
+        spans.append(ImageSpan(start, ImageItem(patches, positions, (1, count), bytes(patches))))
+    longer = given
+    for _ in range(NEW):
+        token = int(their_logits(name, longer)[-1].argmax())
+        tokens, ids = (np.append(old, new) for old, new in ((longer.tokens, token), (longer.image_ids, 0)))
+        longer = replace(longer, tokens=tokens, image_ids=ids)
+    return ImagePrompt(tuple(given.tokens.tolist()), tuple(spans)), longer.tokens[-NEW:].tolist()
+
+
+@pytest.mark.parametrize(
+    "name, tokens",
+    [("smolvlm", 12), ("gemma3", 24), ("gemma4", 12), ("gemma4-31b", 288)],
+)
+def test_families_generate_what_transformers_does(name, tokens, monkeypatch):
+    """With a block mask (Gemma 3), no chunk ends inside an image, and hits that end there are used."""
+    given, expected = given_to(name)
+    options = OPTIONS | dict(max_num_batched_tokens=tokens, max_decode_steps=1)
+    llm = LLM(vision_reference(name)[1], **options)
+    first, again = (llm.generate(given, GREEDY)[0] for _ in range(2))
+    assert tokens_of([first, again]) == [expected] * 2
+    assert again.num_cached_tokens == (len(given.tokens) - 1) // 4 * 4 > 0
+    # a prompt that ends earlier leaves pages up to the middle of the second image
+    llm.reset_prefix_cache()
+    end = given.spans[1].start + given.spans[1].count
+    llm.generate(ImagePrompt(given.tokens[:end], given.spans), GREEDY)
+    assert tokens_of(llm.generate(given, GREEDY)) == [expected]
+    # a stream's steps are short, but not shorter than an image that is computed as a whole
+    monkeypatch.setattr("dovetail.engine.engine.LEAST_TOKENS", 2)
+    llm.engine.pace.tokens = 3
+    llm.reset_prefix_cache()
+    assert [token for delta in llm.stream(given, GREEDY) for token in delta.token_ids] == expected
+    if name == "gemma3":
+        with refuses("max_num_batched_tokens"):
+            LLM(vision_reference(name)[1], **(options | dict(max_num_batched_tokens=23)))
 
 
 def folder_to_chat_with(folder: Path) -> Path:
@@ -354,8 +382,10 @@ def test_on_two_devices():
     assert tokens_of(llm.generate([PROMPTS["two"], PROMPTS["none"]], GREEDY)) == expected("two", "none")
 
 
-def test_with_drafts():
-    llm = make(max_num_batched_tokens=64, speculative_config=dict(method="ngram", num_speculative_tokens=3))
+def test_with_drafts_and_room_for_adapters():
+    llm = make(
+        max_num_batched_tokens=64, max_loras=1, speculative_config=dict(method="ngram", num_speculative_tokens=3)
+    )
     names = ["one", "at the end", "twice"]
     assert tokens_of(llm.generate([PROMPTS[name] for name in names], GREEDY)) == expected(*names)
 
@@ -395,6 +425,29 @@ def test_encoder_cache_evicts_what_was_used_longest_ago():
     assert cache.hold(items[1], 4) and cache.hold(items[2], 4)
     assert [item for item, _ in cache.take()[1]] == [items[1]]
     assert (cache.encoded, cache.hits, cache.num_used) == (4, 2, 8)
+
+
+def test_several_items_are_encoded_at_once(llm, monkeypatch):
+    llm, programs = variant(llm), llm.runner.programs
+    encoder = EncoderBuckets.of(llm.config.vision.tower, BATCHED, items=(1, 2), least=4)
+    monkeypatch.setattr(llm.runner, "programs", replace(programs, encoder=encoder))
+    sizes = [(shape.items, shape.patches, len(few)) for shape, few in encoder.calls([(CAT, 0), (DOG, 0), (CAT, 0)])]
+    assert encoder.patches == (8, 16, 32) and sizes == [(2, 32, 2), (1, 32, 1)]
+    few = [prompt(picture(20 + i, 6), MORE) for i in range(3)]  # padded to 8 patches
+    assert tokens_of(llm.generate([*few, PROMPTS["two"]], GREEDY)) == [*map(greedy, few), *expected("two")]
+    before = np.asarray(llm.runner.features)
+    for shape in encoder.usual():  # as a start does
+        if shape.patches < 32:
+            llm.runner._run_encoder(shape, [])
+    assert np.array_equal(before, llm.runner.features), "a call without items writes nothing"
+
+
+def test_the_plan_counts_the_buffer_and_the_tower(llm):
+    cfg, features = llm.config, llm.runner.programs.features
+    assert feature_bytes(cfg, BATCHED, 4) == features.shape[0] * features.shape[1] * 4
+    seeing, blind = (held(each, None, memory=2**34, dtype="f32") for each in (cfg, replace(cfg, vision=None)))
+    assert seeing.weights - blind.weights == 4 * 48 * 12
+    assert seeing.step >= blind.step + feature_bytes(cfg, 8192, 4)
 
 
 def test_mixed_with_text(llm):

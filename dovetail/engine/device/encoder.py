@@ -21,9 +21,9 @@ from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Params
 from dovetail.io.images.item import ImageItem
 from dovetail.models.towers.vision import Tower
+from dovetail.plan.serve_memory import MOST_PATCHES, feature_rows
 
 Encoded = tuple[ImageItem, np.ndarray]  # an item, and the rows of its features
-MOST_PATCHES = 16384  # of a call with several items: more do not make an accelerator faster
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,21 @@ class EncoderBuckets:
     items: tuple[int, ...] = (1, 4, 16)
 
     @classmethod
-    def of(cls, tower: Tower, max_tokens: int, items: tuple[int, ...]) -> EncoderBuckets:
+    def of(cls, tower: Tower, max_tokens: int, items: tuple[int, ...], least: int) -> EncoderBuckets:
         """Return the shapes for a tower.
 
         Args:
             tower: The tower.
             max_tokens: The most tokens of a step; the buffer has a row for each, and as many as the largest item needs.
             items: See above.
+            least: Patches of an item below which fewer save no time.
         """
         sizes, size, whole = [], tower.max_patches, tower.patches_per_feature
-        while size > max(whole, tower.min_patches):
+        while size > max(whole, tower.min_patches, least):
             sizes.append(size)
             size = -(-size // (2 * whole)) * whole  # half, in whole features
         sizes = sorted({*sizes, tower.max_patches})
-        return cls(max(max_tokens, largest_item(tower)), tuple(sizes), items)
+        return cls(feature_rows(tower, max_tokens), tuple(sizes), items)
 
     def usual(self) -> list[EncoderShape]:
         """Return every shape that a call can have."""
@@ -88,11 +89,6 @@ class EncoderBuckets:
 
     def _counts(self, patches: int) -> list[int]:
         return [n for n in self.items if n == 1 or n * patches <= MOST_PATCHES]
-
-
-def largest_item(tower: Tower) -> int:
-    """Return the most image tokens of an item."""
-    return tower.max_patches // tower.patches_per_feature
 
 
 def pack_items(shape: EncoderShape, items: list[Encoded], tower: Tower, nowhere: int) -> tuple[np.ndarray, ...]:
@@ -146,8 +142,3 @@ def run_encoder(
         found = tower(params, patches, positions, placement)
     found: Any = found.reshape(-1, found.shape[-1]).astype(features.dtype)
     return constrain(features.at[rows.reshape(-1)].set(found, mode="drop"), placement, None, None)
-
-
-def feature_width(dim: int, deepstack: tuple[int, ...]) -> int:
-    """Return the width of the buffer: an embedding, and one more for each layer that adds further features."""
-    return dim * (1 + len(deepstack))

@@ -26,7 +26,7 @@ from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import NOTE
 from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
-from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape, feature_width, run_encoder
+from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape, run_encoder
 from dovetail.engine.device.following import abstract_followed
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
@@ -37,7 +37,7 @@ from dovetail.models.decoder import abstract_cache
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import compile_options
-from dovetail.plan.serve_memory import sampler_bytes
+from dovetail.plan.serve_memory import feature_width, sampler_bytes
 
 log = logging.getLogger(__name__)
 ProgramShape = Shape | EncoderShape
@@ -182,7 +182,7 @@ class Programs:
         if isinstance(shape, EncoderShape):
             return self._encode(shape, params)
         array, slots = self._array, self.buckets.max_rows + 1
-        params, cache = self._abstract(params), self._abstract(cache)
+        params, cache = self._abstract(without_tower(params)), self._abstract(cache)
         last, tables = array((slots,)), array((slots, self.buckets.max_pages))
         history: Any = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
         flat = array((shape.size,))
@@ -261,6 +261,11 @@ class Programs:
     def _unsampled(self, shape: Shape) -> Unsampled:
         logits = self._array((shape.rows, self.cfg.vocab), jnp.float32)
         return Unsampled(logits, self._array((shape.rows,)), self._array((len(NUMBERS), shape.rows)))
+
+
+def without_tower(params: Any) -> Any:
+    """Return the weights of a step: every array of a call takes host time, and a tower has hundreds."""
+    return {name: part for name, part in params.items() if name != VISION}
 
 
 class CompiledSteps:

@@ -24,7 +24,7 @@ from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
 from dovetail.engine.device.encoder import Encoded, EncoderShape, pack_items
 from dovetail.engine.device.following import Followed, with_draft
-from dovetail.engine.device.programs import CompiledSteps, Programs, ProgramShape, StepProgram, limits_of
+from dovetail.engine.device.programs import CompiledSteps, Programs, ProgramShape, StepProgram, limits_of, without_tower
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
@@ -185,6 +185,7 @@ class Runner:
         self._weights = weights
         params = self.adapters.on(weights.params)  # as steps take them; made once, it takes a millisecond
         self.params: Params = with_draft(params, self.draft)
+        self._step_params = without_tower(self.params)
 
     def renew(self) -> None:
         """Allocate pages and last tokens again if a step that failed has consumed the donated ones."""
@@ -231,14 +232,15 @@ class Runner:
         assert self.cache is not None
         step = self.steps(shape)
         state = DeviceState(self.cache, self.last, self.tables, sampler.history, self.followed)
-        out, state = step(self.params, state, flat, asked)
+        out, state = step(self._step_params, state, flat, asked)
         self.cache, self.last, self.tables, sampler.history, self.followed = state
         return out
 
     def _prompts(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are donated
         images = (self.features,) if shape.images else ()
-        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat, self.followed, *images)
+        given = self._step_params, self.cache, self.tables, self.last, flat, self.followed
+        (left, hidden), state = step(*given, *images)
         self.cache, self.tables, self.followed = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
         return out._replace(hidden=hidden)
@@ -252,7 +254,14 @@ class Runner:
 
     def score(self, hidden: jax.Array, targets: np.ndarray) -> tuple[jax.Array, ...]:
         """Return the log-probabilities (see ops.sample.logprobs) of targets [CHUNK] after hidden states [CHUNK, D]."""
-        return score(self.weights.params, hidden, targets, cfg=self.cfg, compute=self.compute, platform=self.platform)
+        return score(
+            without_tower(self.weights.params),
+            hidden,
+            targets,
+            cfg=self.cfg,
+            compute=self.compute,
+            platform=self.platform,
+        )
 
     # --- compiling ----------------------------------------------------------------------------------------------------
 
@@ -306,13 +315,17 @@ class Runner:
         """Compile the steps that every request needs.
 
         These are a decode step, and a short step with prompts (of at most `tokens`) that is used while others are
-        compiled.
+        compiled; for a model that sees images, also one with images, and the encoder.
 
         Returns:
             Seconds per token of the step with prompts.
         """
         prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
-        self.steps.all((prompts, prompts.sampler, self.buckets.decode(1)), progress)
+        needed: list[ProgramShape] = [prompts, prompts.sampler, self.buckets.decode(1)]
+        if self.programs.encoder:
+            images = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1, images=True)
+            needed += [images, *(shape for shape in self.programs.encoder.usual() if shape.items == 1)]
+        self.steps.all(needed, progress)
         seconds = []
         for _ in range(2):  # the first run includes setting up
             start = time.perf_counter()

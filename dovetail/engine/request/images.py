@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -16,7 +14,7 @@ from dovetail.io.hub import resolve
 from dovetail.io.images.decode import as_image
 from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor, read_processor
-from dovetail.io.images.prompt import encode_images, encode_text, encode_tokens, place_images
+from dovetail.io.images.prompt import encode_images, encode_text, encode_tokens
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.towers.vision import Vision
 
@@ -62,9 +60,7 @@ class ImageReader:
         self, tokenizer: Tokenizer, messages: Many[Mapping[str, Any]], tools: Any, template: Mapping[str, Any]
     ) -> ImagePrompt:
         """Return the prompt of a conversation; an image is a PIL image, an array, bytes, a path or a data: URL."""
-        bare, sources = place_images(messages)
-        images = [_read(source, "messages") for source in sources]
-        return encode_images(tokenizer, self.processor, bare, images, tools, **template)
+        return encode_images(tokenizer, self.processor, messages, tools=tools, **template)
 
     def prompt(self, given: Mapping[str, Any]) -> str | Many[int] | ImagePrompt:
         """Return the prompt of a dict with vLLM's keys: a text or token ids with placeholders, and the images."""
@@ -78,7 +74,7 @@ class ImageReader:
         processor, tokenizer = self.processor, self._tokenizer
         if tokenizer is None:
             raise RequestError("images require a tokenizer, and the model has none: pass ImagePrompts", param="images")
-        images = [processor(as_image(_read(source, "image"), param="image"), "image") for source in sources]
+        images = [processor(as_image(source)) for source in sources]
         if isinstance(text, str):
             return encode_text(text, images, processor, tokenizer.encode)
         return encode_tokens(text, images, processor, tokenizer)
@@ -97,21 +93,3 @@ def _sources(data: Any) -> list[Any]:
     if not isinstance(data, Mapping) or data.keys() != {"image"}:
         raise RequestError("`multi_modal_data` must be a dict with the key 'image'", param="multi_modal_data")
     return list(data["image"]) if isinstance(data["image"], list | tuple) else [data["image"]]
-
-
-def _read(source: Any, param: str) -> Any:
-    """Return an image that `as_image` takes: a data: URL is decoded, other URLs are refused."""
-    if not isinstance(source, str) or not ("://" in source[:8] or source.startswith("data:")):
-        return source
-    head, comma, data = source.partition(",")
-    try:
-        if comma and head.startswith("data:") and head.endswith(";base64"):
-            return base64.b64decode(data, validate=True)
-    except binascii.Error:
-        pass
-    raise RequestError(
-        f"`{param}` must have images as data: URLs in base64, paths, bytes, PIL images or arrays, got "
-        f"{source[:40]!r}: read others yourself",
-        param=param,
-        code="invalid_image_url",
-    )

@@ -88,6 +88,11 @@ class Gemma4Tower:
         return self.square**2
 
     @property
+    def min_patches(self) -> int:
+        """Return the fewest patches of an item."""
+        return self.patches_per_feature
+
+    @property
     def max_patches(self) -> int:
         """Return the most patches of an item."""
         return self.tokens * self.patches_per_feature
