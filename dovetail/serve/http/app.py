@@ -35,8 +35,8 @@ def make_app(
         config: The server's options.
         processor: Processes images for the model; None for a model that reads text only.
     """
-    images = processor and ImageLoader(processor, config)
-    long = LongBodies(engine, tokenizer, config, images and images.placeholder)
+    images = None if processor is None else ImageLoader(processor, config)
+    long = LongBodies(engine, tokenizer, config, None if images is None else images.placeholder)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI):

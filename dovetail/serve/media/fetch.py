@@ -48,7 +48,7 @@ class Fetcher:
         network: httpcore.AsyncNetworkBackend | None = None,
     ):
         self._allowed, self._max_bytes = AllowedHosts(allowed), max_bytes
-        self._network = _CheckedNetwork(self._allowed, resolve, network or httpcore.AnyIOBackend())
+        self._network = _CheckedNetwork(self._allowed, resolve, network or httpcore.AnyIOBackend())  # type: ignore[arg-type]
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(self, url: str) -> bytes:

@@ -66,7 +66,7 @@ class SentImage(Struct, array_like=True):
     def of(cls, span: ImageSpan) -> SentImage:
         """Return the message for an image."""
         item = span.item
-        patches, positions = (memoryview(np.ascontiguousarray(x)).cast("B") for x in (item.patches, item.positions))
+        patches, positions = (np.ascontiguousarray(x).data.cast("B") for x in (item.patches, item.positions))
         return cls(span.start, item.grid, item.key, item.patches.shape[1], patches, positions)
 
     def span(self) -> ImageSpan:
