@@ -37,9 +37,10 @@ APART = ("tune/draft", "tune/rl")
 SERVE_ARROWS = {
     "": set(),
     "remote": set(),
-    "talk": {"remote"},
-    "api": {"talk"},
-    "http": {"remote", "talk", "api"},
+    "media": set(),
+    "talk": {"remote", "media"},
+    "api": {"media", "talk"},
+    "http": {"remote", "media", "talk", "api"},
 }
 ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -67,6 +70,7 @@ def _next(read: Callable[[bool], str], at_end: str) -> str:
 MODEL = "smollm2-135m"
 COMMANDS = {
     "/system TEXT": "set the system message; without TEXT, remove it",
+    "/image FILE": "send an image with the next message",
     "/save FILE": "write the conversation as JSON",
     "/clear": "clear the conversation but keep the system message",
     "/help": "show this list",
@@ -120,6 +124,7 @@ class Chat:
 
         self._partner, self._options = partner, options
         self.system, self.turns = system, []
+        self._images: list[dict[str, Any]] = []  # parts of the next message
         self._unreachable = False  # the last request found no server
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._out, self._err = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -190,7 +195,9 @@ class Chat:
         """Print the answer to `line`; keep a partial answer, and drop a question that got none."""
         from dovetail.cli.remote import NO_CONNECTION, ServerError
 
-        self.turns.append({"role": "user", "content": line})
+        content = [*self._images, {"type": "text", "text": line}] if self._images else line
+        self.turns.append({"role": "user", "content": content})
+        self._images = []
         answer: list[str] = []
         error = None
         try:
@@ -245,10 +252,13 @@ class Chat:
             case "/system":
                 self.system = rest
                 self._note("system message set" if rest else "system message removed")
+            case "/image":
+                self._attach(rest)
             case "/save":
                 self._save(rest)
             case "/clear":
                 self.turns.clear()
+                self._images.clear()
                 self._note("conversation cleared")
             case "/help":
                 for command, what in COMMANDS.items():
@@ -257,6 +267,20 @@ class Chat:
                 names = ", ".join(each.partition(" ")[0] for each in COMMANDS if each.startswith("/"))
                 self._fail(f"there is no command {name}: use one of {names}")
         return False
+
+    def _attach(self, path: str) -> None:
+        from dovetail.io.images.decode import as_image
+
+        try:
+            file = Path(path).expanduser()
+            height, width, _ = as_image(file, param=path).shape
+            data = base64.b64encode(file.read_bytes()).decode()
+        except (OSError, UserError) as error:
+            self._fail(str(error) if path else "/image needs a file name: /image photo.jpg")
+            return
+        url = f"data:{mimetypes.guess_type(file)[0] or 'image/jpeg'};base64,{data}"
+        self._images.append({"type": "image_url", "image_url": {"url": url}})
+        self._note(f"{file.name} ({width} x {height}) goes with the next message")
 
     def _save(self, path: str) -> None:
         from dovetail.core.files import write_atomic

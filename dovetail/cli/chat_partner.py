@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from dovetail.cli.remote import DONE, ServerError, client_options, explained, read_event, read_models, refusal
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 Pieces = Generator[str, None, None]
 ADAPTER = "adapter"  # name of the adapter whose folder was given
 SILENCE = 600.0  # seconds without data; ctrl-C stops earlier
@@ -59,7 +59,7 @@ class Local:
         from dovetail.core.reporter import bar
         from dovetail.engine.llm import LLM
         from dovetail.engine.options import EngineOptions
-        from dovetail.io.adapter_folder import adapter_tokenizer, base_of
+        from dovetail.io.adapter_folder import base_of
 
         base, self._adapter = base_of(model), None
         if base:  # an adapter's folder: load its base and the adapter
@@ -68,7 +68,6 @@ class Local:
         options = EngineOptions.of({"max_num_seqs": 1, "seed": None} | engine)
         with bar() as progress:
             self._llm = LLM.from_options(base or model, options, progress=progress)
-        self._tokenizer = adapter_tokenizer(model, self._llm.tokenizer) if base else self._llm.tokenizer
         self._model, self.finish_reason = f"{model} on {base}" if base else model, None
 
     def describe(self) -> str:
@@ -80,9 +79,9 @@ class Local:
         from dovetail.engine.request.params import SamplingParams, check_room
 
         params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-        assert self._tokenizer is not None  # only dummy weights lack one
-        prompt = self._tokenizer.encode_chat(messages)
-        check_room("max_tokens", options.max_tokens, len(prompt), self._llm.engine.scheduler.config.context)
+        prompt = self._llm.chat_prompt(messages, self._adapter)
+        count = len(prompt if isinstance(prompt, list) else prompt.tokens)
+        check_room("max_tokens", options.max_tokens, count, self._llm.engine.scheduler.config.context)
         self.finish_reason = None
         with _between_steps() as interrupted, closing(self._llm.stream(prompt, params, self._adapter)) as updates:  # type: ignore[type-var]
             for update in updates:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
 from dovetail.core.types import Paged, Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters, with_adapters
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
+from dovetail.engine.device.encoder import EncoderBuckets
 from dovetail.engine.device.following import with_draft
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.device.runner import Runner
@@ -40,7 +41,15 @@ from dovetail.models.spec import flops_per_token
 from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes, why_not_ragged
 from dovetail.plan.prediction import chip_here
-from dovetail.plan.serve_memory import USABLE, bytes_beside, coarse_pages, num_pages, pool_bytes, round_pages
+from dovetail.plan.serve_memory import (
+    USABLE,
+    bytes_beside,
+    coarse_pages,
+    largest_item,
+    num_pages,
+    pool_bytes,
+    round_pages,
+)  # fmt: skip
 
 
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
@@ -72,6 +81,7 @@ def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
     if cfg.images is not None:
         raise UserError("a model of images alone cannot be served: use a language model", param="model")
     page_size_for(options, _max_len(cfg, options.max_model_len))
+    _check_images(cfg, options)
     check_adapters(cfg, options)
     open_draft_of(options.speculative_config, cfg, options.is_dummy)
 
@@ -107,6 +117,8 @@ def build_engine(
     limits = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
         options.enable_prefix_caching, options.scheduling_policy,
+        encoder_rows=programs.encoder.rows if programs.encoder else 0,
+        whole_images=bool(cfg.vision and cfg.vision.block_mask),
     )  # fmt: skip
     runner = Runner(programs, Weights(params), pages, adapters, draft_params)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
@@ -140,9 +152,32 @@ def programs_for(
     page_size = page_size_for(options, max_len, device.platform)
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
     sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options.speculative_config, draft)
-    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, **sizes)
+    images = cfg.vision is not None
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, images=images, **sizes)
     platform = device.platform if absent else None
-    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft)
+    encoder = _encoder(cfg, buckets, device)
+    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder)
+
+
+def _encoder(cfg: ModelConfig, buckets: Buckets, device: Any) -> EncoderBuckets | None:
+    if cfg.vision is None:
+        return None
+    # a CPU computes several items no faster than one by one
+    items, least = ((1,), 64) if device.platform == "cpu" else ((1, 4, 16), 512)
+    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items, least)
+
+
+def _check_images(cfg: ModelConfig, options: EngineOptions) -> None:
+    """Raise UserError if an image that must be computed in one step has more tokens than a step."""
+    tokens = options.max_num_batched_tokens
+    if tokens and cfg.vision and cfg.vision.block_mask:
+        least = largest_item(cfg.vision.tower) + options.max_num_seqs
+        if tokens < least:
+            raise UserError(
+                f"`max_num_batched_tokens` must be at least {least} with this model, because a step computes an image "
+                f"as a whole beside {options.max_num_seqs} sequences, got {tokens}",
+                param="max_num_batched_tokens",
+            )
 
 
 def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: Any) -> dict[str, Any]:
@@ -190,7 +225,7 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
     if programs.cfg.scored:  # a reward model uses no pages: the fewest that a pool may have
         return programs.buckets.max_pages
     room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
-    room -= scratch
+    room -= scratch + held_bytes(programs.features)
     if not on_cpu:
         largest = max(held_bytes(layer) for layer in programs.pages(1))
         measure = functools.partial(programs.step_memory, params)
@@ -262,13 +297,13 @@ class AbstractEngine:
         return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
 
     def corners(self) -> list[Shape]:
-        """Return the smallest and the largest decode and verify steps and the largest step with prompts."""
+        """Return the smallest and the largest decode and verify steps and the largest step with prompts and images."""
         buckets = self.programs.buckets
         usual = sorted((s for s in buckets.usual() if s.tokens), key=lambda shape: (shape.rows, shape.tokens))
         decode = [shape for shape in usual if shape.is_decode and shape.steps == 1]
         verify = [shape for shape in usual if shape.drafts]
         ends = [*decode[:1], *decode[-1:], *verify[:1], *verify[-1:]]
-        return list(dict.fromkeys([*ends, buckets.largest()]))
+        return list(dict.fromkeys([*ends, replace(buckets.largest(), images=buckets.images)]))
 
     def compile(self, shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
         """Compile a step; `more` are further options of XLA."""

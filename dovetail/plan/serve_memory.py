@@ -32,6 +32,7 @@ from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import VISION, cache_shapes, kv_bytes_per_token, spec
+from dovetail.models.towers.vision import Tower
 
 # The defaults of gpu_memory_utilization, block_size and max_num_batched_tokens are declared in engine.options, which
 # plan may not import; a test compares both.
@@ -43,6 +44,7 @@ CPU_MEMORY_UTILIZATION = 0.2  # the share of a CPU's free memory for pages: the 
 SLACK = 512 * 2**20  # bytes that the allocator loses to fragmentation
 PAGE = {"tpu": 128, "cuda": 16, "cpu": 16}  # tokens per page: a TPU's kernel reads long pages faster
 STEP_TOKENS = {"tpu": 16384, "cuda": 16384, "cpu": 8192}  # the most tokens of one step
+MOST_PATCHES = 16384  # of an encoder call with several images: more do not make an accelerator faster
 SAMPLER_TABLES = 4  # [rows, vocab] tables of 32 bits that the sampler needs besides the compiled step
 # Beside a trainer on the same device, pages take at most this share of it, and the largest step about this many bytes.
 BESIDE_POOL_SHARE = 0.3
@@ -63,7 +65,7 @@ class Held:
     weights: int
     per_token: int  # KV bytes per token
     page: int  # tokens per page
-    step: int  # bytes of the largest step, estimated
+    step: int  # bytes of the largest step or of the vision encoder, and of its buffer of features, estimated
     room: int | None  # bytes for pages; None: the memory is not known
 
     @property
@@ -116,7 +118,9 @@ def held(
     per_token = sum(row for row in local_rows(cfg.layers, chip, tensor, kv or dtype, spread) if row is not None)
     drafting = held_draft(draft, chip, tensor, dtype, kv) if draft else HeldDraft(0, 0)
     weights, per_token = weights + drafting.weights, per_token + drafting.per_token
-    step = _step_bytes(cfg, tensor, step_tokens, rows, HELD[compute_dtype(dtype)])
+    size = HELD[compute_dtype(dtype)]
+    step = max(_step_bytes(cfg, tensor, step_tokens, rows, size), _encoder_bytes(cfg, tensor, size))
+    step += feature_bytes(cfg, step_tokens, size)
     total = memory or (chip.device_hbm if chip else None)
     if total is None:
         room = None
@@ -225,6 +229,39 @@ def _step_bytes(cfg: ModelConfig, tensor: int, tokens: int, rows: int, itemsize:
     """
     widest = max(_widest(layer, tensor) for layer in cfg.layers)
     return int(tokens * itemsize * (3 * cfg.dim + widest)) + sampler_bytes(rows, cfg.vocab)
+
+
+def feature_bytes(cfg: ModelConfig, step_tokens: int, itemsize: float) -> int:
+    """Return the bytes of the buffer that the features of images are kept in; 0 if the model does not see images."""
+    if cfg.vision is None:
+        return 0
+    rows = feature_rows(cfg.vision.tower, step_tokens)
+    return int(rows * feature_width(cfg.dim, cfg.vision.deepstack) * itemsize)
+
+
+def feature_rows(tower: Tower, step_tokens: int) -> int:
+    """Return the rows of that buffer: one for each token of a step, and as many as the largest item needs."""
+    return max(step_tokens, largest_item(tower))
+
+
+def largest_item(tower: Tower) -> int:
+    """Return the most image tokens of an item."""
+    return tower.max_patches // tower.patches_per_feature
+
+
+def feature_width(dim: int, deepstack: tuple[int, ...]) -> int:
+    """Return the width of a feature: an embedding, and one more for each layer that adds further features."""
+    return dim * (1 + len(deepstack))
+
+
+def _encoder_bytes(cfg: ModelConfig, tensor: int, itemsize: float) -> int:
+    """Estimate the largest call of a vision encoder: residual stream and norm, and the widest product of a block."""
+    if cfg.vision is None:
+        return 0
+    tower = cfg.vision.tower
+    widths = [dict(zip(one.axes, one.shape, strict=True)) for _, one in leaves(tower.spec()) if "mlp" in one.axes]
+    widest = max((3 * each.get("embed", 0) + 2 * each["mlp"] // tensor for each in widths), default=3 * cfg.dim)
+    return int(max(MOST_PATCHES, tower.max_patches) * itemsize * widest)
 
 
 def _widest(layer: Layer, tensor: int) -> int:

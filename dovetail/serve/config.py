@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.core.option import check_options, option
 
 LONGEST_SECONDS = 30 * 24 * 3600  # the timers of an event loop take no more than a few weeks
-_ACCESS, _FORMAT, _LIMITS = "Access", "Format", "Limits"
+BODY_MB, BODY_MB_WITH_IMAGES = 16.0, 64.0  # 64 MiB of JSON hold 48 MiB of image files in base64
+_ACCESS, _FORMAT, _LIMITS, _IMAGES = "Access", "Format", "Limits", "Images"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
     """Bound what one request and all requests together may take."""
 
-    max_body_mb: float = option(16.0, "Maximum size of a request, in MiB.", least=0, above=True, panel=_LIMITS)
+    max_body_mb: float | None = option(
+        None, "Maximum size of a request, in MiB. Default: 16, or 64 for a model that takes images.",
+        least=0, above=True, panel=_LIMITS,
+    )  # fmt: skip
+    limit_mm_per_prompt: str = option(
+        '{"image": 32}', "Maximum number of images in a prompt, as a JSON object.", metavar="JSON", panel=_LIMITS
+    )
     max_prompt_tokens: int | None = option(
         None, "Maximum length of a prompt. Default: what the model takes.", least=1, panel=_LIMITS
     )
@@ -45,11 +54,27 @@ class ServerLimits:
 
     def __post_init__(self):
         check_options(self)
+        self.max_images  # noqa: B018  refuses what is not valid
+
+    def body_bytes(self, takes_images: bool) -> int:
+        """Return the maximum size of a request's body."""
+        most = (BODY_MB_WITH_IMAGES if takes_images else BODY_MB) if self.max_body_mb is None else self.max_body_mb
+        return int(most * 2**20)
 
     @property
-    def body_bytes(self) -> int:
-        """Return the maximum size of a request's body."""
-        return int(self.max_body_mb * 2**20)
+    def max_images(self) -> int:
+        """Return the maximum number of images in a prompt."""
+        try:
+            found = json.loads(self.limit_mm_per_prompt)
+        except ValueError:
+            found = None
+        if not (isinstance(found, dict) and set(found) == {"image"} and type(found["image"]) is int):
+            message = """`limit_mm_per_prompt` must be a JSON object such as '{"image": 4}'"""
+            raise UserError(f"{message}, got {self.limit_mm_per_prompt!r}", param="limit_mm_per_prompt")
+        if found["image"] < 0:
+            message = f"`limit_mm_per_prompt` must be at least 0, got {found['image']}"
+            raise UserError(message, param="limit_mm_per_prompt")
+        return found["image"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +109,16 @@ class ServerConfig:
         "none", "Counts of speculative decoding in answers, as `metrics.speculative_decoding`: none or summary.",
         choices=("none", "summary"), panel=_FORMAT,
     )  # fmt: skip
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Hosts from which images of requests are fetched; may be repeated. Default: none, only data: URLs.",
+        metavar="HOST", panel=_IMAGES,
+    )  # fmt: skip
+    allowed_local_media_path: str | None = option(
+        None, "Folder from which requests may read images by file:// URLs. Default: none.", metavar="DIR", panel=_IMAGES
+    )
+    mm_processor_cache_gb: float = option(
+        1.0, "Memory for processed images that may be sent again, in GiB; 0: none.", least=0, panel=_IMAGES
+    )
     defaults: Mapping[str, Any] = field(default_factory=dict)  # SamplingParams for what a request leaves out
     limits: ServerLimits = field(default_factory=ServerLimits)
 

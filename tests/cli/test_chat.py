@@ -109,8 +109,8 @@ def test_help_and_unknown_slash_commands(talk):
     with serving(lambda i: says("a")) as fake:
         _, err = talk(fake.url, "/nope x", "/help")
     first, *rest = err.splitlines()
-    assert first == "there is no command /nope: use one of /system, /save, /clear, /help, /quit"
-    names = ["/system", "/save", "/clear", "/help", "/quit", '"""']
+    assert first == "there is no command /nope: use one of /system, /image, /save, /clear, /help, /quit"
+    names = ["/system", "/image", "/save", "/clear", "/help", "/quit", '"""']
     assert [line.split()[0] for line in rest] == names and not fake.bodies
 
 
@@ -293,11 +293,11 @@ def test_a_local_engine_is_stopped_between_steps(monkeypatch, capsys):
 
 
 def test_a_local_engine_refuses_a_limit_beyond_its_context():
-    tokenizer = SimpleNamespace(encode_chat=lambda messages: [1] * 5)
     config = SimpleNamespace(context=16)
     local = Local.__new__(Local)
-    local._llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace(config=config)))
-    local._tokenizer = tokenizer
+    engine = SimpleNamespace(scheduler=SimpleNamespace(config=config))
+    local._llm = SimpleNamespace(engine=engine, chat_prompt=lambda messages, adapter: [1] * 5)
+    local._adapter = None
     with refuses("max_tokens", RequestError, code="context_length_exceeded", naming="got 12"):
         next(local.answer([user("hi")], ChatOptions(0, 12)))
 
@@ -308,6 +308,21 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_image_goes_with_the_next_message(talk, tmp_path):
+    from PIL import Image
+
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    Image.new("RGB", (3, 2)).save(tmp_path / "my photo.png")
+    with serving(lambda i: says("Fine.")) as fake:
+        lines = [f"/image {tmp_path}/broken.png", "/image", f"/image {tmp_path}/none.png"]
+        _, err = talk(fake.url, *lines, f"/image {tmp_path}/my photo.png", "What is it?", "And now?")
+    assert "my photo.png (3 x 2) goes with the next message" in err and len(err.splitlines()) == 4
+    image, text = fake.bodies[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is it?"}
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert fake.bodies[1]["messages"][2] == user("And now?")
 
 
 def pipe(*args, lines):

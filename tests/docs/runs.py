@@ -66,6 +66,7 @@ PREAMBLES = {
     },
     "docs/jobs.md": {"skip": "Slurm: tests/jobs/test_remote.py"},
     "docs/new-family.md": {"imports": "from dovetail.models.glm import *\nfrom dovetail.models.granite import *\n"},
+    "docs/images.md": {"skip": "an OpenAI client: tests/serve/api/test_api_vision.py"},
     "docs/serving.md": {"skip": "an OpenAI client: tests/serve/test_api_clients.py"},
 }
 

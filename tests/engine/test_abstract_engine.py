@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from engine.engines import OPTIONS, make_llm
+from reference_models import FAMILIES, reference
 from refusals import refuses
+from vision_models import vision_reference
 
 from dovetail.engine.build import abstract_engine
+from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
@@ -18,18 +21,25 @@ GIB = 2**30
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "room"), [(1, {}), (2, {}), (2, dict(max_loras=2))])
-def test_the_programs_are_those_that_an_engine_runs(tensor, room):
+@pytest.mark.parametrize(
+    ("name", "tensor", "room"),
+    [("llama3.1", 1, {}), ("llama3.1", 2, {}), ("llama3.1", 2, dict(max_loras=2)), ("smolvlm", 2, {})],
+)
+def test_the_programs_are_those_that_an_engine_runs(name, tensor, room):
     options = OPTIONS | room | dict(tensor_parallel_size=tensor, kv_cache_memory_bytes=2**20, dtype="f32")
-    llm = make_llm("llama3.1", load_format="dummy", **options)
+    folder = reference(name)[1] if name in FAMILIES else vision_reference(name)[1]
+    llm = LLM(folder, load_format="dummy", **options)
     made = abstract_engine(llm.config, EngineOptions.of(options), jax.devices())
     assert made.pages == llm.runner.num_pages
     assert (made.weight_bytes, made.pool_bytes) == (_local(llm.runner.params), _local(llm.runner.cache))
     for shape in made.corners():
-        assert shape in llm.runner.buckets.usual()
+        assert shape in llm.runner.buckets.usual() and shape.images == (name == "smolvlm" and shape.is_prompts)
         ours, theirs = made.programs.of(shape, made.params, made.programs.pages(made.pages)), llm.runner._program(shape)
         assert jax.tree.map(_form, ours.abstract) == jax.tree.map(_form, theirs.abstract)
         assert ours.static["cfg"] == theirs.static["cfg"] and ours.function is theirs.function
+    for encode in made.programs.encoder.usual() if made.programs.encoder else ():
+        ours, theirs = made.programs.of(encode, made.params, None), llm.runner._program(encode)
+        assert jax.tree.map(_form, ours.abstract) == jax.tree.map(_form, theirs.abstract)
 
 
 @pytest.mark.slow

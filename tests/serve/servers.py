@@ -28,7 +28,7 @@ MODEL = "smollm2"
 
 
 @contextmanager
-def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenizer, **config: Any):
+def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenizer, processor=None, **config: Any):
     """A real server: its url, its app, its backend, `run` for a coroutine in its event loop, and `stop` to end it as
     SIGTERM would."""
     found, ready = SimpleNamespace(), threading.Event()
@@ -36,7 +36,7 @@ def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenize
     async def main() -> None:
         sock = listening_socket("127.0.0.1", 0)
         engine = await backend()
-        app = make_app(engine, tokenizer, ServerConfig(**{"names": (MODEL,)} | config))
+        app = make_app(engine, tokenizer, ServerConfig(**{"names": (MODEL,)} | config), processor)
         server = Server(app, app.state.service.config)
         found.url, found.app, found.engine = f"http://127.0.0.1:{sock.getsockname()[1]}", app, engine
         found.server = server
@@ -116,6 +116,7 @@ class Script:
         self.texts: list[str | list[int]] = []
         self.asked: list[Any] = []  # (prompt's text, params, priority, cache_salt)
         self.prompts: list[list[int]] = []  # in tokens
+        self.images: list[Any] = []  # of each prompt
         self.adapters: list[str | None] = []  # that they were asked of
         self.ended: list[str] = []  # how each request ended: "whole", or "left"
         self.called: list[Any] = []
@@ -126,7 +127,8 @@ class Script:
     def unready(self) -> str | None:
         return self.trouble or self.rest
 
-    async def generate(self, id, prompt, params, *, priority=0, cache_salt=None, adapter=None):
+    async def generate(self, id, prompt, params, *, priority=0, cache_salt=None, adapter=None, images=()):
+        self.images.append(images)
         self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params, priority, cache_salt))
         self.prompts.append(list(prompt))
         self.adapters.append(adapter)

@@ -91,7 +91,7 @@ class SamplingParams:
         ignore_eos: Whether to continue after an EOS token.
         seed: Seed of this request; None: the engine draws one.
         logprobs: Return the log-probability of each token and of this many most probable tokens beside it.
-        prompt_logprobs: The same for the tokens of the prompt.
+        prompt_logprobs: The same for the tokens of the prompt. The first token and image tokens have none (None).
         structured_outputs: A StructuredOutputsParams or a dict of its fields, such as `{"regex": "[0-9]+"}`.
         speculation: False: no draft tokens for this request; the output is the same.
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from dovetail.core.errors import RequestError
 from dovetail.io.chat import has_images, image_source, is_image
 from dovetail.io.images.decode import as_image
 from dovetail.io.images.item import ImagePrompt, ImageSpan, ProcessedImage
-from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it loads jax, which the processes of a server do without
+    from dovetail.io.images.processor import ImageProcessor
 
 Message = Mapping[str, Any]
 

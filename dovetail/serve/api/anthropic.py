@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
@@ -18,11 +18,12 @@ from dovetail.engine.request.params import SamplingParams, StructuredOutputsPara
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat import Name
-from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer
-from dovetail.serve.api.requests import LABELS, TEXT_ONLY, Body, Flag, Int, Num, RefusedField, StopList
+from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer, wanted
+from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, StopList
 from dovetail.serve.errors import ApiError
+from dovetail.serve.media.source import ImageReference
 from dovetail.serve.talk.answer import AnswerDelta, PromptRequest, has_call
-from dovetail.serve.talk.prompts import Conversation
+from dovetail.serve.talk.prompts import Conversation, message_content
 from dovetail.serve.talk.service import Service
 
 PATH = "/v1/messages"
@@ -37,11 +38,28 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] | None = None
 
 
+class ImageSource(Body):
+    """An image, in base64 or by an address that the server may fetch."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: str | None = None
+    url: str | None = None
+    refused: ClassVar = {"file_id": RefusedField("no files are stored: send the image in base64")}
+
+    def plain(self, where: str) -> ImageReference:
+        """Return the image; `where` is the path of the source in the request."""
+        if self.type == "url":
+            return ImageReference(where, self.need("url", where))
+        return ImageReference(where, f"data:{self.need('media_type', where)};base64,{self.need('data', where)}")
+
+
 class Block(Body):
     """A block of a message's content."""
 
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
+    source: ImageSource | None = None
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None
@@ -53,10 +71,15 @@ class Block(Body):
     is_error: Flag | None = None
     cache_control: CacheControl | None = None
     refused: ClassVar = {
-        "source": TEXT_ONLY,
         "citations": RefusedField("answers have none", ({"enabled": False},)),
         "caller": RefusedField("only the model makes calls", ({"type": "direct"},)),
     }
+
+    def plain(self, where: str) -> str | ImageReference:
+        """Return the text or the image of such a block; `where` is its path in the request."""
+        if self.type == "image":
+            return self.need("source", where).plain(f"{where}.source")
+        return self.need("text", where)
 
 
 class MessagesTurn(Body):
@@ -69,11 +92,11 @@ class MessagesTurn(Body):
         """Return the message in OpenAI's format, in which tool results are separate messages and come first."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        results, texts, message = [], [], {"role": self.role}
+        results, parts, message = [], [], {"role": self.role}
         for i, block in enumerate(self.content):
             here = f"{where}.content.{i}"
-            if block.type == "text":
-                texts.append(block.need("text", here))
+            if block.type == "text" or (block.type == "image" and self.role == "user"):
+                parts.append(block.plain(here))
             elif block.type == "tool_result" and self.role == "user":
                 results.append(_tool_result(block, here))
             elif block.type == "tool_use" and self.role == "assistant":
@@ -83,8 +106,8 @@ class MessagesTurn(Body):
             elif block.type != "redacted_thinking":
                 text = f"{here}.type must not be {block.type} in a message of the {self.role}"
                 raise RequestError(text, param=f"{here}.type")
-        if texts or "tool_calls" in message or not results:
-            results.append({**message, "content": "\n".join(texts)})
+        if parts or "tool_calls" in message or not results:
+            results.append({**message, "content": message_content(parts)})
         return results
 
 
@@ -232,11 +255,15 @@ def _tool_call(block: Block, where: str) -> dict[str, Any]:
 
 def _tool_result(block: Block, where: str) -> dict[str, Any]:
     content = block.content or ""
+    parts: list[str | ImageReference] = [content] if isinstance(content, str) else []
     if isinstance(content, list):
-        content = "\n".join(part.need("text", f"{where}.content.{i}") for i, part in enumerate(content))
+        parts = [part.plain(f"{where}.content.{i}") for i, part in enumerate(content)]
     if block.is_error:  # chat templates can show this only in the text
-        content = json.dumps({"error": content}, ensure_ascii=False)
-    return {"role": "tool", "tool_call_id": _call_id(block.need("tool_use_id", where)), "content": content}
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        images = [part for part in parts if not isinstance(part, str)]
+        parts = [json.dumps({"error": text}, ensure_ascii=False), *images]
+    id = _call_id(block.need("tool_use_id", where))
+    return {"role": "tool", "tool_call_id": id, "content": message_content(parts)}
 
 
 def _anthropic_id(id: str) -> str:
@@ -258,23 +285,22 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def messages(body: MessagesRequest) -> Response:
+    async def messages(body: MessagesRequest, http: Request) -> Response:
         """Answer a conversation with its next message, for Anthropic's clients."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        make = service.prompts.request
-        request = await asyncio.to_thread(make, talk, params, limit="max_tokens", adapter=adapter)
+        request = await wanted(http, service.prompt_request(talk, params, limit="max_tokens", adapter=adapter))
         service.check([request])
         answer = _MessageAnswer(service, request)
         return EventStream(answer.events(), _failed) if body.stream else JsonAnswer(answer.whole())
 
     @router.post(f"{PATH}/count_tokens")
-    async def count_tokens(body: CountRequest) -> Response:
+    async def count_tokens(body: CountRequest, http: Request) -> Response:
         """Return the number of tokens of a conversation."""
         talk = replace(body.conversation(), adapter=service.adapter_of(body.model))
-        prompts = service.prompts
-        tokens = await asyncio.to_thread(lambda: prompts.encode(prompts.text(talk), False, rendered=True))
-        return json_answer({"input_tokens": len(tokens)})
+        images = await wanted(http, service.load_images(talk))
+        prompt = await asyncio.to_thread(service.prompts.tokens, talk, images)
+        return json_answer({"input_tokens": len(prompt.tokens)})
 
     return router
 

@@ -8,27 +8,29 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.notation import read_cut_off
-from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
+from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event, wanted
 from dovetail.serve.api.requests import (
-    TEXT_ONLY,
+    NO_MEDIA,
     Body,
     Flag,
     GenerationRequest,
+    ImageDetail,
     Int,
     RefusedField,
     ResponseFormat,
     TopLogprobs,
 )
 from dovetail.serve.errors import ApiError
+from dovetail.serve.media.source import ImageReference
 from dovetail.serve.talk.answer import AnswerDelta, PromptRequest, has_call
-from dovetail.serve.talk.prompts import EFFORTS, Conversation
+from dovetail.serve.talk.prompts import EFFORTS, Conversation, message_content
 from dovetail.serve.talk.service import Service
 
 PATH = "/v1/chat/completions"
@@ -37,16 +39,33 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
+class ImageUrl(Body):
+    """An image, as a data: URL or as an address that the server may fetch."""
+
+    url: str
+    detail: ImageDetail = "auto"
+
+
 class Part(Body):
     """A part of a message's content."""
 
-    type: Literal["text", "refusal"]
+    type: Literal["text", "refusal", "image_url"]
     text: str | None = None
     refusal: str | None = None
-    refused: ClassVar = dict.fromkeys(
-        ("image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_embeds"), TEXT_ONLY
-    )
-    ignored: ClassVar = {"cache_control": "every prefix is cached"}
+    image_url: ImageUrl | None = None
+    refused: ClassVar = {
+        **dict.fromkeys(("input_audio", "audio_url", "video_url", "file", "image_embeds"), NO_MEDIA),
+        "image": RefusedField("send image_url with a data: URL"),
+    }
+    ignored: ClassVar = {
+        "cache_control": "every prefix is cached",
+        "uuid": "images are cached under a hash of their bytes",
+    }
+
+    def plain(self, where: str) -> str | ImageReference:
+        """Return the part's text or image; `where` is its path in the request."""
+        given = self.need(self.type, where)
+        return ImageReference(f"{where}.image_url", given.url, given.detail) if self.type == "image_url" else given
 
 
 class CalledFunction(Body):
@@ -78,7 +97,7 @@ class Message(Body):
     reasoning: str | None = None
     refusal: str | None = None
     refused: ClassVar = {
-        "audio": TEXT_ONLY,
+        "audio": NO_MEDIA,
         "function_call": RefusedField("send tool_calls, its name since 2023"),
     }
     ignored: ClassVar = {  # what clients and gateways add to an answer that they send back in the history
@@ -89,7 +108,9 @@ class Message(Body):
 
     def plain(self, where: str) -> dict[str, Any]:
         """Return the message as templates read it; `where` is its path in the request."""
-        content = _text_of(self.content, where)
+        content = self.content
+        if isinstance(content, list):
+            content = message_content([part.plain(f"{where}.content.{i}") for i, part in enumerate(content)])
         if content is None and self.refusal is not None:
             content = self.refusal
         found: dict[str, Any] = {"role": self.role, "content": content}
@@ -161,13 +182,13 @@ class ChatRequest(GenerationRequest):
 
     refused: ClassVar = {
         **GenerationRequest.refused,
-        "audio": TEXT_ONLY,
-        "modalities": RefusedField(TEXT_ONLY.why, (["text"],)),
+        "audio": RefusedField("answers are text"),
+        "modalities": RefusedField("answers are text", (["text"],)),
         "web_search_options": RefusedField("this server does not search"),
         "moderation": RefusedField("there is none"),
         "functions": RefusedField("send tools, their name since 2023"),
         "function_call": RefusedField("send tool_choice, its name since 2023"),
-        "mm_processor_kwargs": TEXT_ONLY,
+        "mm_processor_kwargs": RefusedField("images are processed as the model's preprocessor_config.json says"),
     }
     ignored: ClassVar = {
         **GenerationRequest.ignored,
@@ -221,13 +242,6 @@ def plain_tools(tools: list[ChatTool] | None) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in tools or ()]
 
 
-def _text_of(content: str | list[Part] | None, where: str) -> str | None:
-    """Return the content with its parts as lines of one text: few templates take parts."""
-    if not isinstance(content, list):
-        return content
-    return "\n".join(part.need(part.type, f"{where}.content.{i}") for i, part in enumerate(content))
-
-
 def _plain_call(call: FunctionCall, where: str) -> dict[str, Any]:
     """Return a call with its arguments as an object, which templates write in the model's own notation."""
     arguments = read_cut_off(call.function.arguments or "{}")  # a call that max_tokens cut off is sent back as it was
@@ -245,12 +259,12 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def chat_completions(body: ChatRequest) -> Response:
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
         """Answer a conversation with its next message."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        make = service.prompts.request
-        request = await service.in_thread(talk.template, make, talk, params, adapter=adapter, **body.prompt_options)
+        making = service.prompt_request(talk, params, adapter=adapter, **body.prompt_options)
+        request = await wanted(http, making)
         service.check([request])
         answer = _ChatAnswer(service, body, request)
         if body.stream:

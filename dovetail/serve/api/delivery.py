@@ -11,9 +11,10 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Response
+from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.io.tool_formats.events import Content, Reasoning
 from dovetail.serve.config import ServerConfig
@@ -100,6 +101,14 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
         await asyncio.wait({doing, leaving})
         if not doing.cancelled():
             doing.exception()  # retrieved, or asyncio warns that it never was
+
+
+async def wanted(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of work that precedes the answer, and cancel it if the client disconnects first."""
+    result = await while_connected(http.receive, work)
+    if result is None:
+        raise RequestError("the client disconnected before its answer")
+    return result
 
 
 async def _disconnect(receive: Receive) -> None:

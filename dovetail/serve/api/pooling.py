@@ -109,6 +109,10 @@ async def _score(service: Service, body: ScoreRequest, adapter: str | None) -> d
     def encode(most: int) -> list[list[int]]:
         if name == "input":
             return _tokens(service, prompt_list(body.input, name), most)
+        for talk in body.conversations():
+            for image in talk.images:
+                message = f"{image.where} is not supported: only requests that generate text take images"
+                raise RequestError(message, param=image.where, code="refused_field")
         texts = (service.prompts.text(replace(talk, adapter=adapter)) for talk in body.conversations())
         return [service.prompts.encode(text, add_special=False, most=most, rendered=True) for text in texts]
 

@@ -191,7 +191,8 @@ LABELS = {
     "prompt_cache_options": "every prefix is cached, under its own tokens",
 }
 _STRUCTURED = "send structured_outputs {json, regex, choice or grammar}"
-TEXT_ONLY = RefusedField("the model reads text only")
+NO_MEDIA = RefusedField("text and images are the only inputs")
+ImageDetail = Literal["auto", "low", "high", "original"]
 
 
 class GenerationRequest(Body):

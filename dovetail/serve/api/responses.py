@@ -5,25 +5,25 @@ Nothing is stored between requests, so `input` holds the whole conversation.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
-from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event
-from dovetail.serve.api.requests import LABELS, TEXT_ONLY, Body, Flag, Int, Num, RefusedField, TopLogprobs
+from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, wanted
+from dovetail.serve.api.requests import LABELS, NO_MEDIA, Body, Flag, ImageDetail, Int, Num, RefusedField, TopLogprobs
 from dovetail.serve.errors import ApiError
+from dovetail.serve.media.source import ImageReference
 from dovetail.serve.talk.answer import AnswerDelta, PromptRequest
-from dovetail.serve.talk.prompts import EFFORTS, Conversation
+from dovetail.serve.talk.prompts import EFFORTS, Conversation, message_content
 from dovetail.serve.talk.service import Service
 
 PATH = "/v1/responses"
@@ -38,12 +38,23 @@ EventData = tuple[str, dict[str, Any]]  # an event's name and its fields
 class InputPart(Body):
     """A part of an item's content."""
 
-    type: Literal["input_text", "output_text", "refusal", "text", "reasoning_text", "summary_text"]
+    type: Literal["input_text", "input_image", "output_text", "refusal", "text", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: ImageDetail = "auto"
     logprobs: list[dict[str, Any]] | None = None  # of an earlier answer: only its text is read
-    refused: ClassVar = dict.fromkeys(("image_url", "file_id", "file_data", "input_audio"), TEXT_ONLY)
+    refused: ClassVar = {
+        **dict.fromkeys(("file_data", "input_audio"), NO_MEDIA),
+        "file_id": RefusedField("no files are stored: send image_url with a data: URL"),
+    }
     ignored: ClassVar = {"annotations": "templates show a message's text"}
+
+    def plain(self, where: str) -> str | ImageReference:
+        """Return the part's text or image; `where` is its path in the request."""
+        if self.type == "input_image":
+            return ImageReference(f"{where}.image_url", self.need("image_url", where), self.detail)
+        return self.need("refusal" if self.type == "refusal" else "text", where)
 
 
 Parts = str | list[InputPart]
@@ -156,7 +167,7 @@ class ResponsesRequest(Body):
         "context_management": RefusedField("shorten the input before it is sent", ([],)),
         "moderation": RefusedField("there is none"),
         "access_programs": RefusedField("there are none"),
-        "image": TEXT_ONLY,
+        "image": RefusedField("send an input_image in the content of a message"),
     }
     ignored: ClassVar = {
         **{name: why for name, why in LABELS.items() if name not in ("user", "metadata")},
@@ -207,7 +218,8 @@ class _AssistantMessage:
         """Return the messages that this item completes."""
         if item.type == "reasoning":
             before = self.end()
-            self._parts["reasoning_content"] = _text(item.content or item.summary or "", where)
+            name = "content" if item.content else "summary"
+            self._parts["reasoning_content"] = _text(getattr(item, name) or "", f"{where}.{name}")
             return before
         if item.type == "function_call":
             function = CalledFunction(name=item.need("name", where), arguments=item.arguments or "{}")
@@ -216,7 +228,9 @@ class _AssistantMessage:
             return []
         if item.type == "message" and item.role == "assistant":
             before = self.end() if self._parts.keys() & {"content", "tool_calls"} else []
-            self._parts["content"] = _text(item.content or "", where)  # null: it was cut off before its text
+            self._parts["content"] = _text(
+                item.content or "", f"{where}.content"
+            )  # null: it was cut off before its text
             return before
         made = _call_result if item.type == "function_call_output" else _message
         return [*self.end(), made(item, where)]
@@ -230,21 +244,26 @@ class _AssistantMessage:
 
 
 def _call_result(item: Item, where: str) -> dict[str, Any]:
-    content = _text(item.need("output", where), where)
+    content = _content(item.need("output", where), f"{where}.output")
     return {"role": "tool", "tool_call_id": item.need("call_id", where), "content": content}
 
 
 def _message(item: Item, where: str) -> dict[str, Any]:
-    return {"role": item.need("role", where), "content": _text(item.need("content", where), where)}
+    return {"role": item.need("role", where), "content": _content(item.need("content", where), f"{where}.content")}
+
+
+def _content(parts: Parts, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(parts, str):
+        return parts
+    return message_content([part.plain(f"{where}.{i}") for i, part in enumerate(parts)])
 
 
 def _text(parts: Parts, where: str) -> str:
-    if isinstance(parts, str):
-        return parts
-    texts = [part.refusal if part.type == "refusal" else part.text for part in parts]
-    if None in texts:
-        raise RequestError(f"{where} must have a text in every part of its content", param=where)
-    return "\n".join(text for text in texts if text is not None)
+    """Return the content of an item that is the model's own and so has no images."""
+    content = _content(parts, where)
+    if not isinstance(content, str):
+        raise RequestError(f"{where} must not have images in an item of the assistant", param=where)
+    return content
 
 
 # --- the answer -------------------------------------------------------------------------------------------------------
@@ -255,12 +274,12 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def responses(body: ResponsesRequest) -> Response:
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
         """Answer a conversation with its next items."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
         limit = None if body.max_output_tokens is None else "max_output_tokens"
-        request = await asyncio.to_thread(service.prompts.request, talk, params, limit=limit, adapter=adapter)
+        request = await wanted(http, service.prompt_request(talk, params, limit=limit, adapter=adapter))
         service.check([request])
         answer = _ResponseAnswer(service, body, request)
         return EventStream(answer.events(), answer.failed) if body.stream else JsonAnswer(answer.whole())

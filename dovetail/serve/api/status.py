@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from dovetail import __version__
 from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.interface import EngineDied, EngineStats
 from dovetail.serve.api.chat import ChatTool, Message, plain_messages, plain_tools
-from dovetail.serve.api.delivery import json_answer
+from dovetail.serve.api.delivery import json_answer, wanted
 from dovetail.serve.api.requests import Body, Flag, Tokens
 from dovetail.serve.errors import RETRY_SECONDS, ApiError
 from dovetail.serve.talk.prompts import Conversation
@@ -93,6 +94,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": service.max_len, "vocab_size": info.vocab,
         "type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active",
         "max_input_tokens": service.prompts.max_tokens, "max_tokens": service.max_len - 1,
+        "input_modalities": ["text"] if service.images is None else ["text", "image"],
     }  # fmt: skip
 
 
@@ -137,6 +139,7 @@ class TokenizeRequest(Body):
             template=self.chat_template,
             template_kwargs=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
+            add_special_tokens=bool(self.add_special_tokens),
         )
 
 
@@ -153,10 +156,17 @@ def _token_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         """Return the tokens of a prompt, or of messages as the model's template writes them."""
-        service.adapter_of(body.model)
-        return json_answer(await service.in_thread(body.chat_template, _tokenize, service, body))
+        adapter = service.adapter_of(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("exactly one of `prompt` and `messages` must be given", param="prompt")
+        if body.prompt is not None:
+            return json_answer(await asyncio.to_thread(_tokenize_text, service, body, body.prompt))
+        talk = replace(body.conversation(), adapter=adapter)
+        images = await wanted(http, service.load_images(talk))
+        found = await service.in_thread(talk.template, service.prompts.tokens, talk, images)
+        return json_answer(_tokenized(service, body, found.tokens))
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -171,16 +181,13 @@ def _token_routes(service: Service) -> APIRouter:
     return router
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("exactly one of `prompt` and `messages` must be given", param="prompt")
-    if body.prompt is not None:
-        for name in ("tools", "chat_template", "chat_template_kwargs"):
-            if getattr(body, name) is not None:
-                raise RequestError(f"`{name}` requires `messages`, got `prompt`", param=name)
-        found = service.prompts.encode(body.prompt, body.add_special_tokens is not False)
-    else:
-        talk = replace(body.conversation(), adapter=service.adapter_of(body.model))
-        found = service.prompts.encode(service.prompts.text(talk), bool(body.add_special_tokens), rendered=True)
+def _tokenize_text(service: Service, body: TokenizeRequest, prompt: str) -> dict[str, Any]:
+    for name in ("tools", "chat_template", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise RequestError(f"`{name}` requires `messages`, got `prompt`", param=name)
+    return _tokenized(service, body, service.prompts.encode(prompt, body.add_special_tokens is not False))
+
+
+def _tokenized(service: Service, body: TokenizeRequest, found: Sequence[int]) -> dict[str, Any]:
     texts = [service.tokenizer.token(token) for token in found] if body.return_token_strs else None
     return {"count": len(found), "max_model_len": service.max_len, "tokens": found, "token_strs": texts}

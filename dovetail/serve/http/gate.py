@@ -35,8 +35,8 @@ _HALF_PAIR = re.compile(rb"\\u[dD][89abAB-F]")
 class Gate:
     """Check each request, read its body, and answer every exception with an error."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, long: LongBodies):
-        self._app, self._config, self._long = app, config, long
+    def __init__(self, app: ASGIApp, config: ServerConfig, long: LongBodies, max_body: int):
+        self._app, self._config, self._long, self._max_body = app, config, long, max_body
         # Without a key, a web page could reach this server through a host name of its own (DNS rebinding).
         self._any_host = bool(config.api_keys) or not is_loopback(config.host)
 
@@ -71,7 +71,7 @@ class Gate:
             raise ApiError(403, "this server has no key, so it answers to localhost and IP addresses only")
         is_open = path in OPEN or (path == METRICS and not self._config.protect_metrics)
         if is_open or scope["method"] == "OPTIONS":
-            return min(OPEN_BYTES, self._config.limits.body_bytes)
+            return min(OPEN_BYTES, self._max_body)
         if path in CONTROL_ROUTES or path in PROFILE_ROUTES:
             keys: Iterable[str] = (self._config.admin_key,) if self._config.admin_key else ()
         else:
@@ -80,7 +80,7 @@ class Gate:
         if keys and not _is_one_of(key, keys):
             raise ApiError(401, "a valid key is required: Authorization: Bearer KEY", code="invalid_api_key")
         set_caller(key if self._config.separates_callers else None)
-        return self._config.limits.body_bytes
+        return self._max_body
 
     async def _body(self, scope: Scope, receive: Receive, most: int) -> bytes | Response:
         """Return the whole body, so that its size and time are bounded in one place; or the answer to a long one."""

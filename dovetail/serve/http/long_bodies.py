@@ -23,6 +23,7 @@ from starlette.types import Scope
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import ApiError
+from dovetail.serve.media.loader import ImagePlaceholder
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.wire import LENGTH, start_process
 
@@ -35,10 +36,15 @@ _BUSY = "the server is reading other long requests; try again later"
 
 
 class LongBodies:
-    """Read long bodies one at a time, in one event loop. The process is started for the first one."""
+    """Read long bodies one at a time, in one event loop. The process is started for the first one.
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig):
-        self._engine, self._config = engine, config
+    It ends when it is idle, except on a server of a model with images: with them, most bodies are long.
+    """
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, image: ImagePlaceholder | None
+    ):
+        self._engine, self._config, self._image = engine, config, image
         self._tokenizer = _pickled(tokenizer)  # once: later it would delay streams
         self._places, self._turn = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self._reader: _Process | None = None
@@ -56,6 +62,11 @@ class LongBodies:
             yield
         finally:
             self._places.release()
+
+    async def start(self) -> None:
+        """Start the process before the first long body, which would wait seconds for it."""
+        async with self._turn:
+            await self._started()
 
     async def answer(self, scope: Scope, body: bytearray) -> Response | bytes:
         """Return the answer if it needs no engine (a refusal, or tokens), else the body, which is valid."""
@@ -75,13 +86,8 @@ class LongBodies:
             self._timer.cancel()
         seconds = self._config.limits.request_timeout
         try:
-            known = pickle.dumps((self._config, self._engine.info))
-            if known != self._known:  # an adapter was loaded or unloaded
-                self.close()
-            if self._reader is None:
-                self._reader = await _Process.start(self._tokenizer, known)
-                self._known = known
-            reply = await asyncio.wait_for(self._reader.ask(head, body), seconds)
+            reader = await self._started()
+            reply = await asyncio.wait_for(reader.ask(head, body), seconds)
         except TimeoutError:
             self.close()
             raise ApiError(504, f"the request could not be read within {seconds:g} s", code="timeout") from None
@@ -92,8 +98,18 @@ class LongBodies:
         except BaseException:
             self.close()
             raise
-        self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.close)
+        if self._image is None:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.close)
         return reply
+
+    async def _started(self) -> _Process:
+        known = pickle.dumps((self._config, self._engine.info, self._image))
+        if known != self._known:  # an adapter was loaded or unloaded
+            self.close()
+        if self._reader is None:
+            self._reader = await _Process.start(self._tokenizer, known)
+            self._known = known
+        return self._reader
 
     def close(self) -> None:
         """End the process."""

@@ -22,6 +22,7 @@ from starlette.types import Message, Scope
 from dovetail.serve.errors import as_api_error
 from dovetail.serve.http.app import routed
 from dovetail.serve.http.gate import check_text
+from dovetail.serve.media.loader import UnreadImages
 from dovetail.serve.remote.wire import framed, read_frame
 from dovetail.serve.request_context import begin_request
 
@@ -34,9 +35,11 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent ends this process by closing the socket
     os.nice(NICE)
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
-        tokenizer, (config, info) = (pickle.loads(read_frame(wire) or b"") for _ in range(2))
+        tokenizer, (config, info, image) = (pickle.loads(read_frame(wire) or b"") for _ in range(2))
         engine = _NoEngine(info)
-        app = routed(engine, tokenizer, config)  # type: ignore[arg-type]
+        # Images are read once, in the HTTP process: a fetch has effects elsewhere, and threads decode them there.
+        images = image and UnreadImages(image, config)
+        app = routed(engine, tokenizer, config, images)  # type: ignore[arg-type]
         with asyncio.Runner() as runner:
             while head := read_frame(wire):
                 reply = runner.run(_answer(app, engine, head, read_frame(wire) or b""))

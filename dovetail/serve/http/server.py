@@ -24,7 +24,7 @@ from dovetail.engine.options import EngineOptions
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app
 from dovetail.serve.http.connection import HttpConnection
-from dovetail.serve.http.start import read_tokenizer
+from dovetail.serve.http.start import read_image_processor, read_tokenizer
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.supervisor import RestartLimits
@@ -60,11 +60,12 @@ async def serve(
     start, config = time.monotonic(), replace(config, port=sock.getsockname()[1])
     try:
         tokenizer = read_tokenizer(path)
+        processor = read_image_processor(path, tokenizer)
         log.info("starting the engine process for %s", path)
         limits = RestartLimits(step_seconds=config.limits.step_timeout)
         engine = await EngineClient.start(path, options, progress, limits)
         try:
-            server = Server(make_app(engine, tokenizer, config), config)
+            server = Server(make_app(engine, tokenizer, config, processor), config)
             on_ready(config, engine.info)
             log.info("ready at %s after %.1f s", url(config), time.monotonic() - start)
             await server.serve([sock])

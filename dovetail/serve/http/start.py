@@ -12,7 +12,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import CheckpointError, FileError, RecipeError, UserError, as_user_error
 from dovetail.engine.options import EngineOptions
@@ -21,6 +21,10 @@ from dovetail.io.adapter_folder import check_servable
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.formats import format_for, reasoning_for
 from dovetail.serve.config import ServerConfig
+from dovetail.serve.media.address import AllowedHosts
+
+if TYPE_CHECKING:
+    from dovetail.io.images.processor import ImageProcessor
 
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 # Names in generation_config.json -> names of SamplingParams. The tokenizer has the ids that end an answer. do_sample is
@@ -55,6 +59,11 @@ def check_start(config: ServerConfig, options: EngineOptions) -> None:
                 f"--allowed-origins must be * or an origin such as https://example.com:8443, got {origin!r}",
                 param="allowed_origins",
             )
+    AllowedHosts(config.allowed_media_domains)
+    folder = config.allowed_local_media_path
+    if folder is not None and not Path(folder).is_dir():
+        message = f"--allowed-local-media-path must be a folder, got {folder}"
+        raise FileError(message, param="allowed_local_media_path")
     if config.is_open and not config.allow_unauthenticated:
         raise RecipeError(
             f"--host {config.host} without an API key lets everyone who reaches this machine use the model: set "
@@ -114,6 +123,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
     if not (path / "tokenizer.json").exists():
         raise CheckpointError(f"{path} must have a tokenizer.json: a server needs it to read and write text")
     return Tokenizer.from_folder(path)
+
+
+def read_image_processor(path: Path, tokenizer: Tokenizer) -> ImageProcessor | None:
+    """Return the model's image processor, or None for a model that reads text only."""
+    if not any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        return None
+    from dovetail.io.images.processor import read_processor  # these load jax
+    from dovetail.models.registry import read_config
+
+    vision = read_config(path).vision
+    return None if vision is None else read_processor(path, vision, tokenizer)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

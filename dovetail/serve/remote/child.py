@@ -163,12 +163,12 @@ class Child:
 
     # --- requests and calls -------------------------------------------------------------------------------------------
 
-    def open(self, add: Add) -> DeltaStream:
-        """Send a request and return the stream of its deltas."""
+    def open(self, add: Add, payload: bytes | None = None) -> DeltaStream:
+        """Send a request, or `payload` if it is the request as bytes, and return the stream of its deltas."""
         if add.id in self.streams:
             raise RequestError(f"`id` must be unique, got {add.id!r}, which is in use", param="id")
         stream = DeltaStream(add.params.n)
-        self._send(add)
+        self._send(payload or add)
         self.streams[add.id] = stream
         self.idle.clear()
         return stream
@@ -199,10 +199,10 @@ class Child:
         finally:
             del self._calls[number]
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: ToEngine | bytes) -> None:
         if self.ended.is_set():
             raise EngineDied(self.reason)
-        self._writer.write(frame(message))
+        self._writer.write(message if isinstance(message, bytes) else frame(message))
 
     # --- the end of the process ---------------------------------------------------------------------------------------
 

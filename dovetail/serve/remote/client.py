@@ -22,9 +22,10 @@ from dovetail.engine.interface import EngineDied as EngineDied
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
+from dovetail.io.images.item import ImageSpan
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
-from dovetail.serve.remote.wire import Add, Delta, EngineInfo, StartEngine, plain
+from dovetail.serve.remote.wire import Add, Delta, EngineInfo, SentImage, StartEngine, frame, plain
 
 STOP_SECONDS = 10.0  # for the current step when the process is stopped
 ABORT_SECONDS = 1.0  # that the reader of an aborted request waits for the engine
@@ -166,6 +167,7 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Delta]:
         """Stream the deltas of a request; those of its n sequences are interleaved.
 
@@ -179,7 +181,12 @@ class EngineClient:
         if not isinstance(id, str):
             raise RequestError(f"`id` must be a string, got {id!r}", param="id")
         child = self._supervisor.child
-        stream = child.open(Add(id, list(prompt), params, priority, cache_salt, time.monotonic(), adapter))
+        add = Add(id, list(prompt), params, priority, cache_salt, time.monotonic(), adapter)
+        payload = None
+        if images:  # megabytes: copying them here would delay the streams of other requests
+            add.images = [SentImage.of(span) for span in images]
+            payload = await asyncio.to_thread(frame, add)
+        stream = child.open(add, payload)
         try:
             while (delta := await stream.get()) is not None:
                 yield delta

@@ -28,6 +28,7 @@ import numpy as np
 from dovetail.core.errors import RequestError, UserError, as_user_error
 from dovetail.engine.interface import CONTROLS, EngineDied, EngineStats
 from dovetail.engine.options import EngineOptions
+from dovetail.io.images.item import ImagePrompt
 from dovetail.serve.remote.wire import (
     Add,
     Call,
@@ -242,8 +243,11 @@ class EngineProcess:
 
     def _add(self, add: Add) -> None:
         try:
+            prompt = add.prompt
+            if add.images:
+                prompt = ImagePrompt(tuple(add.prompt), tuple(image.span() for image in add.images))
             request = self._loop.engine.intake.request(
-                add.id, add.prompt, add.params,
+                add.id, prompt, add.params,
                 priority=add.priority, adapter=add.adapter, cache_salt=add.cache_salt, arrival=add.arrival, text=False,
             )  # fmt: skip
             with self._lock:  # an abort comes before this and is seen here, or after it and finds the request queued

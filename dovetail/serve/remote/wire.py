@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from dovetail.core import errors
@@ -24,6 +25,7 @@ from dovetail.core.errors import RequestError, UserError, as_user_error
 from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
+from dovetail.io.images.item import ImageItem, ImageSpan
 
 LENGTH = struct.Struct("<I")
 T = TypeVar("T")
@@ -50,6 +52,30 @@ class StartEngine(Struct, tag="start", array_like=True):
         return msgspec.structs.replace(self, options=replace(self.options, lora_modules={}, **room))
 
 
+class SentImage(Struct, array_like=True):
+    """Hold an image of a prompt: an ImageSpan whose arrays are bytes, which the engine's process reads in place."""
+
+    start: int
+    grid: tuple[int, int]
+    key: bytes
+    patch_dim: int
+    patches: memoryview  # [P, patch_dim] uint8
+    positions: memoryview  # [P, 2] int32
+
+    @classmethod
+    def of(cls, span: ImageSpan) -> SentImage:
+        """Return the message for an image."""
+        item = span.item
+        patches, positions = (np.ascontiguousarray(x).data.cast("B") for x in (item.patches, item.positions))
+        return cls(span.start, item.grid, item.key, item.patches.shape[1], patches, positions)
+
+    def span(self) -> ImageSpan:
+        """Return the image again."""
+        patches = np.frombuffer(self.patches, np.uint8).reshape(-1, self.patch_dim)
+        positions = np.frombuffer(self.positions, np.int32).reshape(-1, 2)
+        return ImageSpan(self.start, ImageItem(patches, positions, self.grid, self.key))
+
+
 class Add(Struct, tag="add", array_like=True):
     """Add a request with a tokenized prompt. The parent finds its stop strings: the child makes no text."""
 
@@ -60,6 +86,7 @@ class Add(Struct, tag="add", array_like=True):
     cache_salt: str | None = None
     arrival: float | None = None  # seconds of time.monotonic, which all processes of a machine share
     adapter: str | None = None  # its name
+    images: list[SentImage] = []
 
 
 class Call(Struct, tag="call", array_like=True):

@@ -13,6 +13,7 @@ from dovetail.core.errors import UserError
 from dovetail.engine.interface import SpecDecodeMetrics
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.text import OutputText
+from dovetail.io.images.item import ImageSpan
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import CallEnd, CallStart, Content, Event
 from dovetail.io.tool_formats.stream import StreamParser
@@ -28,6 +29,7 @@ class PromptRequest:
 
     prompt: list[int]
     params: SamplingParams
+    images: tuple[ImageSpan, ...] = ()  # which of the prompt's tokens are images
     limit: str | None = None  # the request field that set params.max_tokens; None: it is a default
     priority: int = 0
     cache_salt: str | None = None

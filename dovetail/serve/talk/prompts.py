@@ -11,6 +11,8 @@ from typing import Any
 from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.chat import ChatTemplate
+from dovetail.io.images.item import ImagePrompt, ProcessedImage
+from dovetail.io.images.prompt import expand, locate
 from dovetail.io.tokenizer import LiteralText, Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
@@ -18,6 +20,8 @@ from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.io.tool_formats.stream import StreamParser
 from dovetail.io.tool_formats.tools import spell
 from dovetail.serve.config import ServerConfig
+from dovetail.serve.media.loader import ImagePlaceholder
+from dovetail.serve.media.source import ImageReference
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.talk.answer import PromptRequest
 from dovetail.serve.talk.request_templates import RequestTemplates
@@ -45,12 +49,35 @@ class Conversation:
     add_special_tokens: bool = False  # templates write their own
     adapter: str | None = None  # its chat template is used, if it has one
 
+    @property
+    def images(self) -> list[ImageReference]:
+        """Return the images of all messages, in order."""
+        parts = [part for each in self.messages if isinstance(each["content"], list) for part in each["content"]]
+        return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def message_content(parts: Sequence[str | ImageReference]) -> str | list[dict[str, Any]]:
+    """Return the content of a message for a Conversation: a list of parts if it has images, else one text.
+
+    The texts are lines of one text, because few templates of text models take parts.
+    """
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+
 
 class Prompts:
     """Render conversations and tokenize texts for the engine."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig):
-        self._engine, self._tokenizer, self._config = engine, tokenizer, config
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        image: ImagePlaceholder | None = None,
+    ):
+        self._engine, self._tokenizer, self._config, self._image = engine, tokenizer, config, image
         self._max_len = engine.info.max_model_len
         self.max_tokens = min(self._max_len - 1, config.limits.max_prompt_tokens or self._max_len)  # of a prompt
         self._request_templates = RequestTemplates()
@@ -61,17 +88,21 @@ class Prompts:
         self.tool_format: ToolFormat | None = format_for(source, names, name=config.tool_call_parser)
         self.reasoning_format: ReasoningFormat | None = reasoning_for(source, names, name=config.reasoning_parser)
 
-    def request(self, talk: Conversation, params: SamplingParams, **more: Any) -> PromptRequest:
+    def request(
+        self, talk: Conversation, params: SamplingParams, images: Sequence[ProcessedImage], **more: Any
+    ) -> PromptRequest:
         """Return the request for a conversation. Call it in a thread: templates and tokenizing take time.
 
         Args:
             talk: The conversation.
             params: Its sampling parameters; a grammar is added if a tool call is required.
+            images: Its images, in order.
             more: Further fields of PromptRequest.
         """
         talk = replace(talk, adapter=more.get("adapter"))
         text = self.text(talk)
-        prompt = self.encode(text, talk.add_special_tokens, self.max_tokens, rendered=True)
+        made = self._encode_rendered(talk, text, images, self.max_tokens)
+        prompt: dict[str, Any] = {"prompt": list(made.tokens), "images": made.spans}
         tool_format = self._tool_format(talk, params)
         # A grammar allows no reasoning before the answer, so the text is the answer from its first character.
         reasoning = None if params.structured_outputs else self.reasoning_format
@@ -86,18 +117,33 @@ class Prompts:
             params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
         only_calls = tool_format is not None and talk.choice != "auto"
         if tool_format is None and reasoning is None:
-            return PromptRequest(prompt=prompt, params=params, **more)
+            return PromptRequest(**prompt, params=params, **more)
 
         def new_parser() -> StreamParser:
             return StreamParser(tool_format, reasoning, tools=talk.tools, in_reasoning=inside, only_calls=only_calls)
 
         return PromptRequest(
-            prompt=prompt, params=params, keep=frozenset(special.values()), new_parser=new_parser,
+            **prompt, params=params, keep=frozenset(special.values()), new_parser=new_parser,
             one_call=tool_format is not None and not talk.parallel, **more,
         )  # fmt: skip
 
+    def tokens(self, talk: Conversation, images: Sequence[ProcessedImage]) -> ImagePrompt:
+        """Return the tokens of a conversation. Call it in a thread."""
+        return self._encode_rendered(talk, self.text(talk), images)
+
+    def _encode_rendered(
+        self, talk: Conversation, text: str, images: Sequence[ProcessedImage], most: int | None = None
+    ) -> ImagePrompt:
+        image = self._image
+        if image is not None:
+            text = expand(text, images, image.placeholder, param="messages").text
+        tokens = self.encode(text, talk.add_special_tokens, most, rendered=True)
+        if image is None:
+            return ImagePrompt(tuple(tokens))
+        return locate(tokens, images, image.image_id, param="messages")
+
     def text(self, talk: Conversation) -> str:
-        """Return the prompt's text, for `encode` with `rendered`."""
+        """Return the prompt's text, with a placeholder for each image."""
         kwargs, messages = self._template_kwargs(talk), self._messages(talk)
         tools = list(talk.tools) if talk.tools and talk.choice != "none" else None
         if self._literal is not None:
@@ -166,9 +212,8 @@ class Prompts:
 
     def _messages(self, talk: Conversation) -> list[dict[str, Any]]:
         """Return the messages, with OpenAI's role `developer` as `system` for templates that do not know it."""
-        if "developer" in self._source(talk):
-            return [dict(message) for message in talk.messages]
-        return [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in talk.messages]
+        roles = {} if "developer" in self._source(talk) else {"developer": "system"}
+        return [{**_without_files(m), "role": roles.get(m["role"], m["role"])} for m in talk.messages]
 
     def _template_kwargs(self, talk: Conversation) -> dict[str, Any]:
         if talk.template is not None and not self._config.trust_request_chat_template:
@@ -216,6 +261,14 @@ class Prompts:
         if params.structured_outputs is not None:
             raise RequestError("`tools` cannot be combined with an output format: send one of them", param="tools")
         return self.tool_format
+
+
+def _without_files(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message for a template, which sees only where an image is."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = [part if part["type"] == "text" else {"type": "image"} for part in content]
+    return {**message, "content": content}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -17,16 +17,18 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.request.params import check_room
+from dovetail.engine.request.params import SamplingParams, check_room
+from dovetail.io.images.item import ProcessedImage
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig, ServerLimits
 from dovetail.serve.errors import RETRY_SECONDS, ApiError
+from dovetail.serve.media.loader import LoadsImages
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.wire import Delta
 from dovetail.serve.request_context import request_id, salted
 from dovetail.serve.talk.answer import AnswerDelta, AnswerReader, PromptRequest, TokenText
 from dovetail.serve.talk.metrics import ServerMetrics
-from dovetail.serve.talk.prompts import Prompts
+from dovetail.serve.talk.prompts import Conversation, Prompts
 
 T = TypeVar("T")
 
@@ -119,12 +121,15 @@ def _waiting(prompts: list[int], places: int) -> int:
 class Service:
     """Answer prompts with the engine, within the server's limits."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig):
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, images: LoadsImages | None = None
+    ):
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.images = images  # None: the model reads text only
         self.created = int(time.time())
         self.metrics = ServerMetrics(config.names[0])
         self.inflight = Inflight(config.limits, engine.info.max_num_seqs)
-        self.prompts = Prompts(engine, tokenizer, config)
+        self.prompts = Prompts(engine, tokenizer, config, None if images is None else images.placeholder)
         self.token_text = TokenText(tokenizer)
         self._template_thread = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._aborts: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks
@@ -202,6 +207,7 @@ class Service:
             generated = self.engine.generate(
                 id, request.prompt, request.engine_params,
                 priority=request.priority, cache_salt=salted(request.cache_salt), adapter=request.adapter,
+                images=request.images,
             )  # fmt: skip
             async with aclosing(generated) as deltas:
                 delta = await self._first(deltas, request)
@@ -225,6 +231,31 @@ class Service:
         if unfinished:
             raise ticket.error or ApiError(500, "the answer ended early", code="aborted")
 
+    async def prompt_request(self, talk: Conversation, params: SamplingParams, **more: Any) -> PromptRequest:
+        """Return the request for a conversation, after its images have been loaded; see Prompts.request."""
+        images = await self.load_images(talk)
+        return await self.in_thread(talk.template, self.prompts.request, talk, params, images, **more)
+
+    async def load_images(self, talk: Conversation) -> Sequence[ProcessedImage]:
+        """Return the images of a conversation, in order.
+
+        Raises:
+            RequestError: The model takes none, or one is refused; `param` is its field.
+        """
+        if not talk.images:
+            return ()
+        if self.images is None:
+            where = talk.images[0].where
+            raise RequestError(
+                f"{where} is not supported: the model reads text only", param=where, code="refused_field"
+            )
+        for each in talk.messages:
+            if isinstance(each["content"], list) and each["role"] not in ("user", "tool"):
+                where = next(part["image"].where for part in each["content"] if part["type"] == "image")
+                raise RequestError(f"{where} must be in a message of the user or a tool's result", param=where)
+        self.check_ready()
+        return await self.images.load(talk.images)
+
     async def in_thread(self, template: str | None, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call the function in a thread.
 
@@ -237,6 +268,8 @@ class Service:
         """Stop rendering templates."""
         self._template_thread.shutdown(wait=False, cancel_futures=True)
         self.prompts.close()
+        if self.images is not None:
+            self.images.close()
 
     async def forward(self, work: Coroutine[Any, Any, T], prompts: int) -> T:
         """Await an answer without tokens (embeddings, scores), within the same limits as those with tokens."""

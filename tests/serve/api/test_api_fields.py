@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from serve.api.test_api_tools import CALL, TOOLS, WEATHER
+from serve.images import SizeWriter, png
 from serve.servers import Script, running
 
 from dovetail.io.tokenizer import Tokenizer
@@ -100,7 +101,11 @@ def asking(**more: Any) -> dict[str, Any]:
 
 
 ONLY = {"choice": None}
-IMAGES = dict.fromkeys("image_url input_audio audio_url video_url file image image_embeds".split(), "x")
+MEDIA = dict.fromkeys("input_audio audio_url video_url file image image_embeds".split(), "x")
+SMALL, LARGE = (png(width=width, height=2) for width in (2, 3))
+A_PART = {"type": "image_url", "image_url": {"url": SMALL}}
+AN_IMAGE = {"type": "input_image", "image_url": SMALL}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": SMALL.partition(",")[2]}
 TABLES: dict[type[Body], Table] = {
     chat.ChatRequest: Table(
         CHAT,
@@ -138,10 +143,17 @@ TABLES: dict[type[Body], Table] = {
     chat.Part: Table(
         CHAT,
         {"type": "text", "text": "Hi", "refusal": "No."},
-        {"type": V("refusal"), "text": V("Ho"), "refusal": V("Never.", {"type": "refusal"})},
-        IMAGES,
-        lambda part: {"messages": [{"role": "assistant", "content": [part]}]},
-        {"cache_control": {"type": "ephemeral"}},
+        {
+            "type": V("refusal"), "text": V("Ho"), "refusal": V("Never.", {"type": "refusal"}),
+            "image_url": V({"url": LARGE}, A_PART),
+        },
+        MEDIA,
+        lambda part: {"messages": [{"role": "user", "content": [part]}]},
+        {"cache_control": {"type": "ephemeral"}, "uuid": "x"},
+    ),
+    chat.ImageUrl: Table(
+        CHAT, {"url": SMALL}, {"url": V(LARGE), "detail": V("low")},
+        wrap=lambda url: {"messages": [{"role": "user", "content": [A_PART | {"image_url": url}]}]},
     ),
     chat.FunctionCall: Table(
         CHAT,
@@ -264,9 +276,10 @@ TABLES |= {
         {"type": "input_text", "text": "Hi", "refusal": "No."},
         {
             "type": V("refusal"), "text": V("Ho"), "refusal": V("Never.", {"type": "refusal"}),
+            "image_url": V(LARGE, AN_IMAGE), "detail": V("low", AN_IMAGE),
             "logprobs": Same([{}], "an answer comes back: its text is what is read"),
         },
-        dict.fromkeys("image_url file_id file_data input_audio".split(), "x"),
+        dict.fromkeys("file_id file_data input_audio".split(), "x"),
         lambda part: {"input": [{"role": "user", "content": [part]}]},
         {"annotations": [{}]},
     ),
@@ -347,6 +360,7 @@ TABLES |= {
         {"type": "text", "text": "Hi"},
         {
             "type": V("redacted_thinking", {"role": "assistant"}), "text": V("Ho"),
+            "source": V(SOURCE | {"data": LARGE.partition(",")[2]}, {"type": "image", "source": SOURCE}),
             "thinking": V("Ah.", {"type": "thinking", "thinking": "Hm.", "role": "assistant"}),
             "signature": Same("x", "thinking comes back as it is", {"type": "text"}),
             "data": Same("x", "what was hidden stays so", {"type": "text"}),
@@ -355,8 +369,19 @@ TABLES |= {
             "content": V("20", RESULT), "is_error": V(True, RESULT),
             "cache_control": Same({"type": "ephemeral"}, CACHED),
         },
-        {"source": {}, "citations": {"enabled": True}, "caller": {"type": "x"}},
+        {"citations": {"enabled": True}, "caller": {"type": "x"}},
         lambda block: turn({k: v for k, v in block.items() if k != "role"}, block.get("role", "user")),
+    ),
+    anthropic.ImageSource: Table(
+        MESSAGES,
+        SOURCE,
+        {
+            "type": V("file"), "media_type": Same("image/jpeg", "the file says what it is"),
+            "data": V(LARGE.partition(",")[2]),
+            "url": V(LARGE, {"type": "url", "url": SMALL, "media_type": None, "data": None}),
+        },
+        {"file_id": "x"},
+        lambda source: turn({"type": "image", "source": source}, "user"),
     ),
     anthropic.CacheControl: Table(
         MESSAGES, {"type": "ephemeral"}, {"type": V("x"), "ttl": Same("1h", CACHED)},
@@ -467,7 +492,10 @@ def server(tokenizer):
     options = dict(
         admin_key="boss", trust_request_chat_template=True, tool_call_parser="hermes", reasoning_parser="qwen3"
     )
-    with running(engine, talker, **options) as found, httpx.Client(headers={"authorization": "Bearer boss"}) as client:
+    with (
+        running(engine, talker, SizeWriter(), **options) as found,
+        httpx.Client(headers={"authorization": "Bearer boss"}) as client,
+    ):
         found.client = client
         yield found
 
