@@ -203,8 +203,8 @@ class Intake:
 # --- one prompt or conversation, or many of them ----------------------------------------------------------------------
 
 
-def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
-    """Return one prompt (text, token ids, or token ids with images), or many, as a list."""
+def as_many(prompts: Prompt | Mapping[str, Any] | Many[Prompt | Mapping[str, Any]]) -> list[Any]:
+    """Return one prompt (text, token ids, an ImagePrompt or a dict with images), or many, as a list."""
     if isinstance(prompts, str | bytes | ImagePrompt | Mapping):
         return [prompts]
     if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
