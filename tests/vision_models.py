@@ -61,6 +61,15 @@ VISION: dict[str, tuple[str, dict]] = {
         dict(text_config=GEMMA4 | dict(hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
              vision_config=GEMMA4_VISION | dict(standardize=True), image_token_id=IMAGE_TOKEN),
     ),
+    "qwen3-vl": (
+        "Qwen3VLConfig",
+        dict(text_config=TEXT | dict(num_hidden_layers=4, head_dim=16, rope_parameters=dict(
+                rope_type="default", rope_theta=1000.0, mrope_section=[4, 2, 2], mrope_interleaved=True)),
+             vision_config=dict(depth=4, hidden_size=32, intermediate_size=56, num_heads=4, patch_size=4,
+                                spatial_merge_size=2, out_hidden_size=48, num_position_embeddings=25,
+                                deepstack_visual_indexes=[0, 2]),
+             image_token_id=IMAGE_TOKEN, video_token_id=IMAGE_TOKEN + 1),
+    ),
 }  # fmt: skip
 
 
@@ -82,7 +91,7 @@ def vision_reference(name: str):
 
 
 # height and width of a prompt's items, in turn
-SIZES = {"gemma4": ((16, 24), (32, 8), (24, 24)), "gemma4-31b": ((16, 24), (32, 8), (24, 24))}
+SIZES = dict.fromkeys(("gemma4", "gemma4-31b", "qwen3-vl"), ((16, 24), (32, 8), (24, 24)))
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ def their_logits(name: str, prompt: Example) -> np.ndarray:
     given = {"input_ids": torch.tensor(prompt.tokens[None].astype(np.int64))}
     kinds = torch.tensor(prompt.image_ids[None] > 0).long()
     given |= {"token_type_ids": kinds} if name == "gemma3" else {}
-    given |= {"mm_token_type_ids": kinds} if name.startswith("gemma4") else {}
+    given |= {"mm_token_type_ids": kinds} if name.startswith(("gemma4", "qwen")) else {}
     with torch.no_grad():
         return model(**given, **_pixel_values(name, prompt)).logits[0].float().numpy()
 
@@ -133,18 +142,32 @@ def _pixel_values(name: str, prompt: Example) -> dict[str, torch.Tensor]:
     if name.startswith("gemma4"):
         patches, positions = patches_of(prompt.pixels, GEMMA4_VISION["patch_size"])
         return {"pixel_values": torch.tensor(patches) / 255, "image_position_ids": torch.tensor(positions).long()}
+    if name.startswith("qwen"):
+        return _two_frames(prompt.pixels, 4)
     pixels = torch.tensor(np.stack(prompt.pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return {"pixel_values": pixels[None] if name in ("smolvlm", "idefics3") else pixels}
 
 
-def patches_of(pixels: Sequence[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images [H, W, 3] as patches [N, P, size * size * 3], row by row, and their positions [N, P, 2]; padding is -1."""
+def _two_frames(pixels: Sequence[np.ndarray], size: int) -> dict[str, torch.Tensor]:
+    """Qwen's input: patches as (channel, frame, row, column) in squares of 2 x 2, and the shape of each image."""
+    parts = [patches_of([image], size, square=2)[0][0].reshape(-1, size, size, 3) for image in pixels]
+    patches = torch.tensor(np.concatenate(parts)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    grids = [[1, image.shape[0] // size, image.shape[1] // size] for image in pixels]
+    return {"pixel_values": patches[:, :, None].repeat(1, 1, 2, 1, 1).flatten(1), "image_grid_thw": torch.tensor(grids)}
+
+
+def patches_of(pixels: Sequence[np.ndarray], size: int, square: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Images [H, W, 3] as patches [N, P, size * size * 3] and their positions [N, P, 2]; padding is -1.
+
+    They are in order of rows, or of squares of patches.
+    """
     items = []
     for image in pixels:
         rows, columns = image.shape[0] // size, image.shape[1] // size
-        grid = image.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4)
+        grid = image.reshape(rows, size, columns, size, 3).transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
         y, x = np.divmod(np.arange(rows * columns), columns)
-        items.append((grid.reshape(rows * columns, -1), np.stack([x, y], -1).astype(np.int32)))
+        order = np.lexsort((x, y, x // square, y // square))
+        items.append((grid[order], np.stack([x, y], -1)[order].astype(np.int32)))
     most = max(len(patches) for patches, _ in items)
     patches = [np.pad(patches, ((0, most - len(patches)), (0, 0))) for patches, _ in items]
     positions = [np.pad(at, ((0, most - len(at)), (0, 0)), constant_values=-1) for _, at in items]

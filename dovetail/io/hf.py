@@ -200,8 +200,9 @@ def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, 
     vision, specs = vision_family_of(cfg), _specs(cfg, mtp)
     tower = _parts(specs.get(VISION, {}))
     for name, size, array in write_specs(specs, params, _copies(cfg, mtp)):
-        is_text = vision is not None and name not in tower
-        yield (re.sub(r"^model\.", vision.text_prefix, name) if is_text else name), size, array
+        if vision and name not in tower:
+            name = re.sub(r"^model\.", vision.text_prefix, name)
+        yield name, size, array
 
 
 def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterator[tuple[str, int, np.ndarray]]:

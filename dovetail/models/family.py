@@ -53,7 +53,7 @@ class VisionFamily:
         parse: Called with the fields of the config, those of its `vision_config`, and the text model.
         text_prefix: What replaces `model.` in the stored names of the text model's tensors.
         aliases: (pattern, replacement) of other names that published checkpoints have for the tower's tensors.
-        text_defaults: Fields that a `text_config` may leave out.
+        as_text: Maps a `text_config` to the config of a text model that a `Family` reads.
         read_text: Reads the fields of `text_config` that the text model's own family does not know.
         dropped: Fields that describe other towers, whose weights are not read: null in an exported folder.
         unused: A pattern of tensors in published checkpoints that the model does not need.
@@ -64,7 +64,7 @@ class VisionFamily:
     parse: Callable[[Fields, Fields, ModelConfig], Vision]
     text_prefix: str
     aliases: tuple[tuple[str, str], ...] = ()
-    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    as_text: Callable[[dict[str, Any]], dict[str, Any]] = dict
     read_text: Callable[[Fields], None] = _accept
     dropped: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

@@ -16,8 +16,9 @@ from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llam
 from dovetail.models.attention import Attention
 from dovetail.models.config import Layer, ModelConfig, is_scored, scored
 from dovetail.models.family import Family, Fields, VisionFamily
-from dovetail.models.towers import gemma3, smolvlm
+from dovetail.models.towers import gemma3, qwen3_vl, smolvlm
 from dovetail.models.towers import gemma4 as gemma4_vision
+from dovetail.models.towers.vision import Vision
 
 FAMILIES: dict[str, Family] = {
     model_type: family
@@ -27,7 +28,7 @@ FAMILIES: dict[str, Family] = {
 }
 VISION_FAMILIES: dict[str, VisionFamily] = {
     kind: family
-    for module in (smolvlm, gemma3, gemma4_vision)
+    for module in (smolvlm, gemma3, gemma4_vision, qwen3_vl)
     for family in module.FAMILIES
     for kind in family.model_types
 }
@@ -59,7 +60,7 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
         scored_as = {"architectures": hf["architectures"]} if is_scored(hf, where) else {}
         return _parse_text({**outer, **hf["text_config"], **scored_as}, where)
     tied = {k: v for k, v in outer.items() if k == "tie_word_embeddings"}  # of the two, transformers reads the outer
-    text = _parse_text({**vision.text_defaults, **outer, **hf["text_config"], **tied}, where, vision.read_text)
+    text = _parse_text(vision.as_text({**outer, **hf["text_config"], **tied}), where, vision.read_text)
     return _with_vision(text, vision, {"architectures": [vision.architecture], **hf}, where)
 
 
@@ -70,14 +71,17 @@ def _with_vision(text: ModelConfig, family: VisionFamily, hf: dict[str, Any], wh
     vision = family.parse(outer, own, text)
     outer.done()
     own.done()
-    layers = (_masked(layer) if vision.masks(getattr(layer.attn, "window", None)) else layer for layer in text.layers)
+    layers = (_seeing(layer, vision) for layer in text.layers)
     hf |= {key: None for key in family.dropped if key in hf}
     return replace(text, layers=tuple(layers), vision=vision, source=json.dumps(hf, sort_keys=True))
 
 
-def _masked(layer: Layer) -> Layer:
-    assert isinstance(layer.attn, Attention)
-    return replace(layer, attn=replace(layer.attn, block_mask=True))
+def _seeing(layer: Layer, vision: Vision) -> Layer:
+    """Return the layer with its mask and its positions for images."""
+    if not (isinstance(layer.attn, Attention) and layer.attn.rope):
+        return layer
+    rope = replace(layer.attn.rope, sections=vision.mrope)
+    return replace(layer, attn=replace(layer.attn, block_mask=vision.masks(layer.attn.window), rope=rope))
 
 
 def _parse_text(hf: dict[str, Any], where: str, read: Callable[[Fields], None] | None = None) -> ModelConfig:

@@ -75,11 +75,31 @@ GEMMA4 = {  # E2B
         "use_clipped_linears": True,
     },
 }  # fmt: skip
+QWEN3_VL = {  # 2B
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655, "video_token_id": 151656, "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652, "model_type": "qwen3_vl", "tie_word_embeddings": True,
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "tie_word_embeddings": True, "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1024,
+        "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl", "num_heads": 16,
+        "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}  # fmt: skip
 # config, parameters in millions, those of the tower, image tokens of an item, TFLOP of an item
 PUBLISHED = {
     "smolvlm-256m": (SMOLVLM, 256, 93.5, 64, 0.21),
     "gemma3-4b": (GEMMA3, 4300, 420, 256, 5.5),
     "gemma4-e2b": (GEMMA4 | {"audio_config": None}, 4800, 170, 280, 1.1),
+    "qwen3-vl-2b": (QWEN3_VL, 2130, 406, 16384, 479),
 }
 
 
@@ -119,6 +139,8 @@ REFUSED = {
     "squares that do not fit": (SMOLVLM, ["scale_factor"], 5),
     "tokens that are no square": (GEMMA3, ["mm_tokens_per_image"], 250),
     "norms of q and k": (SMOLVLM, ["text_config", "qk_layer_norms"], True),
+    "blocked positions": (QWEN3_VL, ["text_config", "rope_scaling", "mrope_interleaved"], False),
+    "features of another width": (QWEN3_VL, ["vision_config", "out_hidden_size"], 64),
     "heads that do not fit": (GEMMA3, ["vision_config", "num_attention_heads"], 7),
 }
 

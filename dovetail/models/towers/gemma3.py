@@ -85,6 +85,6 @@ FAMILIES = (
         text_prefix="language_model.model.",
         aliases=((r"^(model\.)?vision_tower\.(vision_model\.)?", "vision_tower.vision_model."),
                  (r"^model\.multi_modal_projector\.", "multi_modal_projector.")),
-        text_defaults=TEXT_DEFAULTS,
+        as_text=lambda hf: TEXT_DEFAULTS | hf,
     ),
 )  # fmt: skip

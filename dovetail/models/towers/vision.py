@@ -74,14 +74,14 @@ class Vision:
         tower: The vision tower with its projector.
         image_token: The id of the token that a feature replaces.
         block_mask: Which layers let the tokens of an item see each other: "" (none), "sliding" or "all".
-        mrope: Whether image tokens have positions in time, height and width (see ops.rope).
+        mrope: If image tokens have positions in time, height and width, the frequencies of each (see ops.rope).
         deepstack: The language model's layers whose outputs get further features added, in order.
     """
 
     tower: Tower
     image_token: int
     block_mask: str = ""
-    mrope: bool = False
+    mrope: tuple[int, ...] = ()
     deepstack: tuple[int, ...] = ()
 
     def masks(self, window: int | None) -> bool:
