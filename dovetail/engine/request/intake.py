@@ -126,6 +126,8 @@ class Intake:
             if spans:
                 raise RequestError("the model does not see images: use one with a vision tower", param="images")
             return
+        if spans and self._vision.mrope:  # a step computes positions from lengths, without height and width
+            raise RequestError("images of models with multimodal RoPE (Qwen) are not served yet", param="images")
         token, end = self._vision.image_token, 0
         for span in spans:
             self._check_item(span.item, span.count)
