@@ -97,11 +97,6 @@ class Gemma4Tower:
         """Return the most patches of an item."""
         return self.tokens * self.patches_per_feature
 
-    @property
-    def min_patches(self) -> int:
-        """Return the fewest patches of an item."""
-        return self.patches_per_feature
-
     def flops(self, patches: int) -> float:
         """Return the FLOPs of the forward pass of one item."""
         specs = self.spec()
