@@ -84,7 +84,7 @@ class Engine:
         where = runner.programs.everywhere, runner.programs.history_sharding
         self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, *where)
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
-        can = dict(generates=not self.cfg.scored, vision=self.cfg.vision)
+        can: dict[str, Any] = dict(generates=not self.cfg.scored, vision=self.cfg.vision)
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, **can)
         self._max_decode_steps = max_decode_steps
         self.pace = pace or Pace(scheduler.config.max_num_batched_tokens)

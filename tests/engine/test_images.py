@@ -390,7 +390,7 @@ def test_with_drafts_and_room_for_adapters():
     assert tokens_of(llm.generate([PROMPTS[name] for name in names], GREEDY)) == expected(*names)
 
 
-def test_refusals(llm):
+def test_refusals(llm, monkeypatch):
     blind = make_llm("llama3.1")
     with refuses("images", RequestError):
         blind.generate(PROMPTS["one"], GREEDY)
@@ -409,6 +409,11 @@ def test_refusals(llm):
             llm.generate(bad, GREEDY)
     with refuses("images", RequestError):
         llm.embed(PROMPTS["one"])
+    intake = llm.engine.intake
+    monkeypatch.setattr(intake, "_vision", replace(llm.config.vision, mrope=True))
+    with refuses("images", RequestError):
+        intake.request("r", PROMPTS["one"], GREEDY)
+    assert intake.request("r", TEXT, GREEDY).spans == ()
 
 
 def test_encoder_cache_evicts_what_was_used_longest_ago():

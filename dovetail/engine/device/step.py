@@ -275,7 +275,7 @@ def run_prompts(
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     params = choose(params, batch.adapters[row])
     embeds, masked = None, ctx
-    if features is not None and batch.index is not None:
+    if features is not None and batch.index is not None and batch.last_seen is not None:
         embeds = Embeds(features, batch.index)
         if cfg.vision and cfg.vision.block_mask:
             masked = replace(ctx, last_seen=jnp.maximum(positions, batch.last_seen))

@@ -126,6 +126,8 @@ class Intake:
             if spans:
                 raise RequestError("the model does not see images: use one with a vision tower", param="images")
             return
+        if spans and self._vision.mrope:  # a step computes positions from lengths, without height and width
+            raise RequestError("images of models with multimodal RoPE (Qwen) are not served yet", param="images")
         token, end = self._vision.image_token, 0
         for span in spans:
             self._check_item(span.item, span.count)
@@ -203,8 +205,8 @@ class Intake:
 # --- one prompt or conversation, or many of them ----------------------------------------------------------------------
 
 
-def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
-    """Return one prompt (text, token ids, or token ids with images), or many, as a list."""
+def as_many(prompts: Prompt | Mapping[str, Any] | Many[Prompt | Mapping[str, Any]]) -> list[Any]:
+    """Return one prompt (text, token ids, an ImagePrompt or a dict with images), or many, as a list."""
     if isinstance(prompts, str | bytes | ImagePrompt | Mapping):
         return [prompts]
     if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
