@@ -1,8 +1,4 @@
-"""Start the assistant: python -m examples.assistant [--large URL] [--small URL]
-
-Each model is the URL of a server of OpenAI's API, or what `dovetail serve` takes, which is then started. Needs the
-repository's root as the working folder.
-"""
+"""Start the assistant, in the repository's root: python -m examples.assistant [--large URL] [--small URL]"""
 
 from __future__ import annotations
 
@@ -18,6 +14,8 @@ from examples.assistant.foods import BUNDLED
 from examples.assistant.model import ModelChoice
 from examples.assistant.started import started
 
+DESCRIPTION = """Start the assistant. A model is the URL of a server of OpenAI's API, or one that `dovetail serve`
+takes, whose server is then started."""
 LABELS = ("large", "small")
 TRAINED = Path("runs/assistant/model")  # train.py writes it
 
@@ -42,8 +40,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--large", default="", metavar="URL|MODEL", help="the large model")
     parser.add_argument("--small", default="", metavar="URL|MODEL", help="the small model")
-    parser.add_argument("--images", action="append", default=[], choices=LABELS, help="this model reads images (default: what its server lists)")  # fmt: skip
-    parser.add_argument("--require-tools", action="append", default=[], choices=LABELS, help="this model must begin each answer with a tool call")  # fmt: skip
+    add_labels(parser, "--images", "this model reads images (default: what its server lists)")
+    add_labels(parser, "--require-tools", "this model must begin each answer with a tool call")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=int, default=8090, help="the port to listen on")
     parser.add_argument("--database", type=Path, default=Path("runs/assistant/diary.db"), help="the SQLite file")
@@ -55,6 +53,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             args.require_tools.append("small")
     args.database.parent.mkdir(parents=True, exist_ok=True)
     return args
+
+
+def add_labels(parser: argparse.ArgumentParser, flag: str, help: str) -> None:
+    """Add a flag that names models and may be repeated."""
+    parser.add_argument(flag, action="append", default=[], choices=LABELS, help=help)
 
 
 def choice(label: str, args: argparse.Namespace, servers: ExitStack) -> ModelChoice:

@@ -1,13 +1,13 @@
 """The HTTP application: the page, the conversation and the diary.
 
-GET /, /app.js, /style.css        the page (page/)
-GET /api/state                    the conversation, the models and today
-GET /api/day?day=2026-11-18       the meals of a day and their totals
-GET /api/events                   server-sent events: the diary has changed
-GET /api/pictures/ID              a picture of the conversation
-POST /api/messages                a message; server-sent events of the answer (turn.py)
-POST /api/conversations           begin a new conversation
-DELETE /api/meals/ID              delete a meal
+GET /, /app.js, /style.css, /icon.svg    the page (page/)
+GET /api/state                           the conversation, the models and today
+GET /api/day?day=2026-11-18              the meals of a day and their totals
+GET /api/events                          server-sent events: the diary has changed
+GET /api/pictures/ID                     a picture of the conversation
+POST /api/messages                       a message; server-sent events of the answer (turn.py)
+POST /api/conversations                  begin a new conversation
+DELETE /api/meals/ID                     delete a meal
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from examples.assistant.tools import FoodTools
 from examples.assistant.turn import Turn
 
 PAGE = Path(__file__).parent / "page"
+FILES = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
 EVENTS = "text/event-stream"
 
 
@@ -60,11 +61,11 @@ class Assistant:
     tools: FoodTools
     models: dict[str, Model]
     listeners: Listeners
-    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    answering: Ask | None = None
 
     def refuse_while_busy(self) -> None:
         """Raise if an answer is being written: turns of one conversation must not interleave."""
-        if self.busy.locked():
+        if self.answering is not None:
             raise HTTPException(409, "Another answer is being written. Wait for it, or stop it.")
 
     async def receive(self, ask: Ask) -> Turn:
@@ -83,19 +84,26 @@ class Assistant:
         self.history.add([{"role": "user", "content": ask.text.strip()}], jpeg)
         return Turn(model, self.history, self.tools.tools, not described["no_images"], self.diary.today)
 
-    async def answer(self, turn: Turn) -> AsyncIterator[str]:
+    def release(self, ask: Ask) -> None:
+        """Allow the next message, unless it was allowed before."""
+        if self.answering is ask:
+            self.answering = None
+
+    async def answer(self, ask: Ask, turn: Turn) -> AsyncIterator[str]:
         """Yield a turn as server-sent events."""
         async with aclosing(turn.run()) as events:
             async for event in events:
+                if event["type"] == "done":  # the client may send its next message as soon as it reads this
+                    self.release(ask)
                 yield f"data: {json.dumps(event)}\n\n"
 
 
 class AnswerResponse(StreamingResponse):
-    """Stream an answer, and release the lock at its end, also if the client left before it began."""
+    """Stream an answer, and allow the next at its end, also if the client left before it began."""
 
-    def __init__(self, assistant: Assistant, turn: Turn) -> None:
-        super().__init__(assistant.answer(turn), media_type=EVENTS)
-        self._busy = assistant.busy
+    def __init__(self, assistant: Assistant, ask: Ask, turn: Turn) -> None:
+        super().__init__(assistant.answer(ask, turn), media_type=EVENTS)
+        self._release = lambda: assistant.release(ask)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
@@ -103,7 +111,7 @@ class AnswerResponse(StreamingResponse):
             async with aclosing(self.body_iterator):
                 await super().__call__(scope, receive, send)
         finally:
-            self._busy.release()
+            self._release()
 
 
 def create_app(models: Sequence[ModelChoice], database: Path | str, foods: Path = BUNDLED) -> FastAPI:
@@ -137,17 +145,15 @@ def create_app(models: Sequence[ModelChoice], database: Path | str, foods: Path 
 
 
 def _page_routes(app: FastAPI) -> None:
+    @app.get("/{name}")
+    async def file(name: str) -> Response:
+        if name not in FILES:
+            raise HTTPException(404, f"There is no page /{name}.")
+        return FileResponse(PAGE / name, media_type=FILES[name])
+
     @app.get("/")
     async def index() -> Response:
         return FileResponse(PAGE / "index.html")
-
-    @app.get("/app.js")
-    async def script() -> Response:
-        return FileResponse(PAGE / "app.js", media_type="text/javascript")
-
-    @app.get("/style.css")
-    async def style() -> Response:
-        return FileResponse(PAGE / "style.css", media_type="text/css")
 
 
 def _conversation_routes(app: FastAPI, assistant: Assistant) -> None:
@@ -159,13 +165,12 @@ def _conversation_routes(app: FastAPI, assistant: Assistant) -> None:
     @app.post("/api/messages")
     async def send_message(ask: Ask) -> Response:
         assistant.refuse_while_busy()
-        await assistant.busy.acquire()
+        assistant.answering = ask
         try:
-            turn = await assistant.receive(ask)
+            return AnswerResponse(assistant, ask, await assistant.receive(ask))
         except BaseException:
-            assistant.busy.release()
+            assistant.release(ask)
             raise
-        return AnswerResponse(assistant, turn)
 
     @app.post("/api/conversations")
     async def new_conversation() -> dict[str, Any]:
