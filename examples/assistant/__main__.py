@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-
-import uvicorn
 
 from examples.assistant.app import create_app
 from examples.assistant.foods import BUNDLED
 from examples.assistant.model import ModelChoice
+from examples.assistant.server import AssistantServer
 from examples.assistant.started import started
 
 DESCRIPTION = """Start the assistant. A model is the URL of a server of OpenAI's API, or one that `dovetail serve`
@@ -29,8 +28,8 @@ def main() -> None:
         if args.host not in ("127.0.0.1", "localhost", "::1"):
             print(f"Everyone who can reach {args.host}:{args.port} can read and change the diary.")
         print(f"The assistant runs at http://{args.host}:{args.port}. Ctrl-C stops it.", flush=True)
-        # Open pages hold a stream of events, for which a graceful shutdown would wait.
-        uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=1)
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
+            AssistantServer(app, args.host, args.port).run()
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

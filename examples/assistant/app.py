@@ -136,6 +136,7 @@ def create_app(models: Sequence[ModelChoice], database: Path | str, foods: Path 
         {choice.label: Model(choice, client) for choice in models}, listeners,
     )  # fmt: skip
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.listeners = listeners
     _page_routes(app)
     _conversation_routes(app, assistant)
     _diary_routes(app, assistant)

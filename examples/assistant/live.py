@@ -11,11 +11,17 @@ class Listeners:
 
     def __init__(self) -> None:
         self._changes: set[asyncio.Event] = set()
+        self._closed = False
 
     def notify(self, day: str) -> None:
         """Wake every page; the day does not matter, because a page asks for the one that it shows."""
         for change in self._changes:
             change.set()
+
+    def close(self) -> None:
+        """End every stream."""
+        self._closed = True
+        self.notify("")
 
     async def listen(self, keep_alive: float = 15.0) -> AsyncIterator[str]:
         """Yield server-sent events: one for each change, and a comment now and then, which finds closed pages."""
@@ -23,7 +29,7 @@ class Listeners:
         self._changes.add(change)
         try:
             yield ": connected\n\n"
-            while True:
+            while not self._closed:
                 try:
                     await asyncio.wait_for(change.wait(), keep_alive)
                     change.clear()

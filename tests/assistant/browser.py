@@ -78,7 +78,7 @@ class Page:
     def until(self, condition: str) -> None:
         """Wait until a JavaScript condition holds."""
         end = time.monotonic() + SECONDS
-        while not self.evaluate(condition):
+        while not self.evaluate(f"Boolean({condition})"):
             assert time.monotonic() < end, (
                 f"{condition} did not become true: {self.evaluate('document.body.innerText')}"
             )

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fake_openai import FakeOpenAI, Reply, serving
 
 from examples.assistant.app import create_app
 from examples.assistant.foods import BUNDLED
 from examples.assistant.model import ModelChoice
+from examples.assistant.server import AssistantServer
 
 SEES = [{"id": "sees", "input_modalities": ["text", "image"]}]
 BLIND = [{"id": "blind"}]
@@ -54,16 +54,14 @@ class Running:
 
 
 @contextmanager
-def assistant(folder: Path, replies: Sequence[Reply], foods: Path = BUNDLED, port: int = 0) -> Iterator[Running]:
+def assistant(folder: Path, replies: Sequence[Reply], foods: Path = BUNDLED) -> Iterator[Running]:
     """Run the assistant; `replies` are the answers of its large model, which reads images, one per request."""
     with ExitStack() as stack:
         fake = stack.enter_context(serving(lambda number: replies[number], models=SEES))
         small = stack.enter_context(serving(lambda _: Reply([(0.0, "small")]), models=BLIND))
         models = [ModelChoice("large", fake.url), ModelChoice("small", small.url)]
         app = create_app(models, folder / "diary.db", foods)
-        server = uvicorn.Server(
-            uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1, ws="none")
-        )
+        server = AssistantServer(app, "127.0.0.1", 0)
         socket = server.config.bind_socket()
         thread = threading.Thread(target=server.run, args=([socket],))
         thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sqlite3
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from PIL import Image
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the PATH")]
 ATTACK = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
+DROP = """(() => {
+  const data = new DataTransfer();
+  data.items.add(new File(["no photo"], "x.png", {type: "image/png"}));
+  document.dispatchEvent(new DragEvent("drop", {dataTransfer: data, cancelable: true}));
+})()"""
 PREVIEWED = "document.querySelector('#preview img').naturalWidth > 0"
 
 
@@ -55,8 +61,7 @@ def test_a_photo_becomes_a_row_of_the_day(page, photo, tmp_path):
         with sqlite3.connect(run.database) as database:
             assert database.execute("SELECT food, grams FROM meals").fetchall() == [("egg", 100.0)]
             (jpeg,) = database.execute("SELECT jpeg FROM pictures").fetchone()
-        (tmp_path / "kept.jpg").write_bytes(jpeg)
-        kept = Image.open(tmp_path / "kept.jpg")
+        kept = Image.open(io.BytesIO(jpeg))
         assert kept.size == (512, 1024) and not kept.getexif()
         assert page.text("#kcal") == "155" and "Logged egg · 100 g" in page.text("#log")
         assert "no food is called 'dragon'" in page.text(".call.failed")
@@ -128,11 +133,7 @@ def test_an_answer_is_stopped_and_failures_are_sentences(page, photo, tmp_path):
         page.write("#text", "Again")
         page.click("#send")
         page.until(shows("refused the request (400): too long"))
-        paste_text = "new DataTransfer().items.add(new File(['no photo'], 'x.png', {type: 'image/png'}))"
-        page.evaluate(
-            f"(() => {{ const data = new DataTransfer(); data.items.add({paste_text.partition('add(')[2]};"
-            " document.dispatchEvent(new DragEvent('drop', {dataTransfer: data, cancelable: true})); })()"
-        )
+        page.evaluate(DROP)
         page.until(shows("This browser cannot read the photo."))
     page.write("#text", "Anyone?")
     page.click("#send")
