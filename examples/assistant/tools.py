@@ -45,7 +45,8 @@ class FoodTools:
         grams = amount * found.portion_g if unit == "portion" else amount
         if not (math.isfinite(grams) and 0 < grams <= MAX_GRAMS):
             raise ToolError(f"the amount must be over 0 and at most {MAX_GRAMS} g, got {grams:g} g")
-        return self._diary.add(found, round(grams, 1))
+        entry = self._diary.add(found, round(grams, 1))
+        return {key: entry[key] for key in ("id", "food", "grams", "kcal")}
 
     def search_food(self, query: str) -> list[dict[str, Any]]:
         """Find foods in the table, with nutrients per 100 g and the weight of a portion.
