@@ -68,7 +68,7 @@ def _box(x: float, y: float, radius: float, height: float | None = None) -> tupl
 
 def _disc(colour: str, spot: str = "", spot_size: float = 0.5) -> Callable[[Draw, float, float, float], None]:
     def draw_disc(pen: Draw, x: float, y: float, radius: float) -> None:
-        pen.ellipse(_box(x, y, radius), fill=colour, outline="#00000040")
+        pen.ellipse(_box(x, y, radius), fill=colour, outline="#8a8a80")
         if spot:
             pen.ellipse(_box(x, y, radius * spot_size), fill=spot)
 
