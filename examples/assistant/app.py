@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -89,7 +89,7 @@ class Assistant:
         if self.answering is ask:
             self.answering = None
 
-    async def answer(self, ask: Ask, turn: Turn) -> AsyncIterator[str]:
+    async def answer(self, ask: Ask, turn: Turn) -> AsyncGenerator[str]:
         """Yield a turn as server-sent events."""
         async with aclosing(turn.run()) as events:
             async for event in events:
@@ -102,13 +102,14 @@ class AnswerResponse(StreamingResponse):
     """Stream an answer, and allow the next at its end, also if the client left before it began."""
 
     def __init__(self, assistant: Assistant, ask: Ask, turn: Turn) -> None:
-        super().__init__(assistant.answer(ask, turn), media_type=EVENTS)
+        self._answer = assistant.answer(ask, turn)
+        super().__init__(self._answer, media_type=EVENTS)
         self._release = lambda: assistant.release(ask)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
-            async with aclosing(self.body_iterator):
+            async with aclosing(self._answer):
                 await super().__call__(scope, receive, send)
         finally:
             self._release()

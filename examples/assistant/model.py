@@ -113,9 +113,10 @@ class Model:
         """Return the model's entry of the server's list."""
         try:
             reply = await self._client.get(f"{self._url}/models", headers=self._headers, timeout=5.0)
-            listed = [entry for entry in reply.json()["data"] if self.choice.name in ("", entry["id"])]
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
+        try:
+            listed = [entry for entry in reply.json()["data"] if self.choice.name in ("", entry["id"])]
         except (ValueError, KeyError, TypeError):
             raise ModelError(self._refusal(reply.status_code, reply.content)) from None
         if not listed:

@@ -46,8 +46,8 @@ def draw(meal: Meal, seed: int, side: int = SIDE) -> Image.Image:
     for food, (x, y) in zip(portions, chance.sample(CELLS, len(portions)), strict=True):
         radius = side * chance.uniform(0.085, 0.105)
         shift = side * 0.02
-        at = [middle + each * side * 0.235 + chance.uniform(-shift, shift) for each in (x, y)]
-        SHAPES[food](pen, *at, radius)
+        across, down = (middle + each * side * 0.235 + chance.uniform(-shift, shift) for each in (x, y))
+        SHAPES[food](pen, across, down, radius)
     return image
 
 

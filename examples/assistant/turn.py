@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from dovetail.io.tool_formats.events import ToolCall
@@ -34,7 +34,7 @@ class Turn:
         self._model, self._history, self._tools, self._images = model, history, tools, images
         self._system = {"role": "system", "content": SYSTEM.format(today=today)}
 
-    async def run(self) -> AsyncIterator[Event]:
+    async def run(self) -> AsyncGenerator[Event]:
         """Ask the model and run its tool calls until it answers without one."""
         try:
             for left in reversed(range(MAX_ROUNDS)):
