@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from examples.assistant.turn import Turn
 PAGE = Path(__file__).parent / "page"
 FILES = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
 EVENTS = "text/event-stream"
+WAIT_SECONDS = 1.0
 
 
 class Ask(BaseModel):
@@ -63,10 +65,17 @@ class Assistant:
     listeners: Listeners
     answering: Ask | None = None
 
-    def refuse_while_busy(self) -> None:
-        """Raise if an answer is being written: turns of one conversation must not interleave."""
-        if self.answering is not None:
-            raise HTTPException(409, "Another answer is being written. Wait for it, or stop it.")
+    async def wait_for_turn(self) -> None:
+        """Wait until no answer is being written: turns of one conversation must not interleave.
+
+        Raises:
+            HTTPException: It is still written after WAIT_SECONDS, in which one that was stopped has ended.
+        """
+        end = time.monotonic() + WAIT_SECONDS
+        while self.answering is not None:
+            if time.monotonic() > end:
+                raise HTTPException(409, "Another answer is being written. Wait for it, or stop it.")
+            await asyncio.sleep(0.05)
 
     async def receive(self, ask: Ask) -> Turn:
         """Add a user's message to the history, and return the turn that answers it."""
@@ -166,7 +175,7 @@ def _conversation_routes(app: FastAPI, assistant: Assistant) -> None:
 
     @app.post("/api/messages")
     async def send_message(ask: Ask) -> Response:
-        assistant.refuse_while_busy()
+        await assistant.wait_for_turn()
         assistant.answering = ask
         try:
             return AnswerResponse(assistant, ask, await assistant.receive(ask))
@@ -176,7 +185,7 @@ def _conversation_routes(app: FastAPI, assistant: Assistant) -> None:
 
     @app.post("/api/conversations")
     async def new_conversation() -> dict[str, Any]:
-        assistant.refuse_while_busy()
+        await assistant.wait_for_turn()
         assistant.history.clear()
         return {"messages": assistant.history.shown()}
 

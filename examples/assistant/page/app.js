@@ -151,7 +151,8 @@ function isAtEnd() {
 // --- sending ---------------------------------------------------------------------------------------------------------
 
 async function send(text) {
-  if (answering || (!text && !picture)) return;
+  await ready; // the conversation and the models are known
+  if (answering || !chosen || (!text && !picture)) return;
   alertUser("");
   const photo = picture;
   const model = chosen;
@@ -472,4 +473,4 @@ live.addEventListener("open", () => {
   lost = false;
   refreshDay();
 });
-start();
+const ready = start();
