@@ -112,7 +112,8 @@ def test_a_stopped_answer_frees_the_model_and_keeps_its_beginning(tmp_path):
     slow = Reply([(0.0, "I will "), *[(0.05, "wait ")] * 400])
     with assistant(tmp_path, [slow, says("Again.")]) as run:
         with run.client.stream("POST", "/api/messages", json={"text": "hi", "model": "large"}) as reply:
-            next(reply.iter_text())
+            pieces = reply.iter_text()  # the connection closes with it
+            next(pieces)
             busy = run.client.post("/api/messages", json={"text": "hi", "model": "large"})
             assert busy.status_code == 409 and "being written" in busy.json()["error"]
         assert run.fake.left.wait(10)  # the request to the model was closed
