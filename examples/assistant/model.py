@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 TIMEOUT = httpx.Timeout(300.0, connect=5.0)
-MAX_TOKENS = 1024  # of one answer
+MAX_TOKENS = 512  # of one answer
 
 
 class ModelError(Exception):

@@ -65,7 +65,7 @@ def main() -> None:
     assert all(TABLE.get(food) for food in SHAPES)
     lessons = [lesson(seed) for seed in range(1000, 1800)]
     model = tiny_model(args.run_dir / "random", lessons, context=4096)
-    model = imitate(model, lessons, args.run_dir / "sft", steps=120, length=512)
+    model = imitate(model, lessons, args.run_dir / "sft", steps=300, length=512)
     learned = dt.rl(
         model=model, data=[record(seed) for seed in range(400)], environment=MealEnvironment,
         rewards=[well_formed, right_food, right_amount, success], steps=args.steps, prompts=8, num_generations=8,
