@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n 3 --dist loadscope
 # Tests start hundreds of processes that import the package: each would compile its sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-fast test-thorough test-tpu test-tpu-all lint fmt install
+.PHONY: test test-fast test-thorough test-tpu test-tpu-all lint fmt install demo
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -50,3 +50,7 @@ test-tpu: $(STAMP)
 
 test-tpu-all: $(STAMP)
 	$(PY) -m pytest -q -rs tests/tpu --durations=25 -n 2 --dist load
+
+# The assistant of examples/assistant on http://127.0.0.1:8090, with a small model.
+demo: $(STAMP)
+	$(PY) -m examples.assistant

@@ -41,7 +41,9 @@ SPECIAL = ["<|im_end|>", "<|im_start|>"]
 WORDS = Regex(r" ?[A-Za-z_]+| ?[0-9]+|\n| ?[^\sA-Za-z0-9_]+| ")
 
 
-def tiny_model(folder: Path, chats: Sequence[Mapping[str, Any]], width: int = 64, layers: int = 2) -> str:
+def tiny_model(
+    folder: Path, chats: Sequence[Mapping[str, Any]], width: int = 64, layers: int = 2, context: int = 512
+) -> str:
     """Random weights, and a tokenizer whose tokens are the words of these chats; where they are saved."""
     template = ChatTemplate(TEMPLATE)
     tokenizer = _tokenizer([template.render(chat["messages"], chat.get("tools")) for chat in chats])
@@ -49,7 +51,7 @@ def tiny_model(folder: Path, chats: Sequence[Mapping[str, Any]], width: int = 64
         {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
             "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": 4,
-            "num_key_value_heads": 4, "vocab_size": tokenizer.vocab_size, "max_position_embeddings": 512,
+            "num_key_value_heads": 4, "vocab_size": tokenizer.vocab_size, "max_position_embeddings": context,
             "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 0,
             "hidden_act": "silu",
         },
@@ -74,10 +76,10 @@ def _tokenizer(texts: Sequence[str]) -> Tokenizer:
     return Tokenizer(backend, eos=SPECIAL[0], chat_template=TEMPLATE)
 
 
-def imitate(model: str, lessons: Sequence[Mapping[str, Any]], run_dir: Path, steps: int) -> str:
+def imitate(model: str, lessons: Sequence[Mapping[str, Any]], run_dir: Path, steps: int, length: int = 128) -> str:
     """The model after some steps on chats, which it then writes alike; where it was saved."""
     taught = dt.sft(
-        model=model, data=lessons, steps=steps, batch=8, length=128, packing=True, optimizer={"lr": 5e-3},
+        model=model, data=lessons, steps=steps, batch=8, length=length, packing=True, optimizer={"lr": 5e-3},
         run_dir=run_dir, precision={"compute": "f32"}, schedule={"name": "constant"}, checkpoint={"export_hf": steps},
     )  # fmt: skip
     return str(taught.folder / f"export/step_{steps}")

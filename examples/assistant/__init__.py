@@ -1,0 +1,1 @@
+"""A food diary that a vision-language model keeps: see README.md."""

@@ -1,0 +1,112 @@
+"""Synthetic meals for training: a random meal, its picture drawn by Pillow, and its description in words.
+
+Everything depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from PIL import Image, ImageDraw
+
+Meal = dict[str, int]  # food -> portions
+
+SIDE = 224  # pixels of a picture
+CELLS = [(x, y) for x in (-1, 0, 1) for y in (-1, 0, 1)]  # places for a food on the plate
+MAX_FOODS, MAX_PORTIONS = 2, 3
+NUMBERS = {1: "one", 2: "two", 3: "three"}
+PHRASES = ("I had {}", "I ate {}", "I just ate {}", "For lunch I had {}", "My breakfast was {}", "Please log {}")
+
+Draw = ImageDraw.ImageDraw
+
+
+def random_meal(seed: int) -> Meal:
+    """Return one or two foods, with one to three portions of each."""
+    chance = random.Random(f"meal {seed}")
+    foods = chance.sample(sorted(SHAPES), chance.randint(1, MAX_FOODS))
+    return {food: chance.randint(1, MAX_PORTIONS) for food in foods}
+
+
+def describe(meal: Meal, seed: int) -> str:
+    """Return what a user would write, such as "I had two eggs and a banana"."""
+    chance = random.Random(f"words {seed}")
+    parts = [_words(food, count, chance) for food, count in meal.items()]
+    return chance.choice(PHRASES).format(" and ".join(parts))
+
+
+def draw(meal: Meal, seed: int, side: int = SIDE) -> Image.Image:
+    """Return the picture of a plate with each portion on it, at a random place and size."""
+    chance = random.Random(f"picture {seed}")
+    image = Image.new("RGB", (side, side), chance.choice(["#b98d5f", "#8fa3ad", "#d8cfc0", "#6f5a4a"]))
+    pen = ImageDraw.Draw(image)
+    middle, plate = side / 2, side * 0.47
+    pen.ellipse(_box(middle, middle, plate), fill="#f4f4f0", outline="#c9c9c2", width=2)
+    portions = [food for food, count in meal.items() for _ in range(count)]
+    for food, (x, y) in zip(portions, chance.sample(CELLS, len(portions)), strict=True):
+        radius = side * chance.uniform(0.085, 0.105)
+        shift = side * 0.02
+        across, down = (middle + each * side * 0.235 + chance.uniform(-shift, shift) for each in (x, y))
+        SHAPES[food](pen, across, down, radius)
+    return image
+
+
+def _words(food: str, count: int, chance: random.Random) -> str:
+    one, many = NAMES.get(food, (food, food + "s"))
+    if count > 1:
+        return f"{NUMBERS[count]} {many}"
+    return f"{chance.choice(['an' if one[0] in 'aeiou' else 'a', 'one'])} {one}"
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _box(x: float, y: float, radius: float, height: float | None = None) -> tuple[float, float, float, float]:
+    height = radius if height is None else height
+    return x - radius, y - height, x + radius, y + height
+
+
+def _disc(colour: str, spot: str = "", spot_size: float = 0.5) -> Callable[[Draw, float, float, float], None]:
+    def draw_disc(pen: Draw, x: float, y: float, radius: float) -> None:
+        pen.ellipse(_box(x, y, radius), fill=colour, outline="#8a8a80")
+        if spot:
+            pen.ellipse(_box(x, y, radius * spot_size), fill=spot)
+
+    return draw_disc
+
+
+def _banana(pen: Draw, x: float, y: float, radius: float) -> None:
+    pen.arc(_box(x, y - radius * 0.5, radius), 10, 170, fill="#f2d13c", width=max(2, round(radius * 0.5)))
+
+
+def _bread(pen: Draw, x: float, y: float, radius: float) -> None:
+    pen.rounded_rectangle(_box(x, y, radius * 0.9), radius * 0.3, fill="#e0b878", outline="#9a6a34", width=3)
+
+
+def _carrot(pen: Draw, x: float, y: float, radius: float) -> None:
+    corners = [(x - radius * 0.45, y - radius * 0.6), (x + radius * 0.45, y - radius * 0.6), (x, y + radius)]
+    pen.polygon(corners, fill="#ee7f2d")
+    pen.line((x, y - radius * 0.6, x, y - radius), fill="#4f9a3c", width=4)
+
+
+def _broccoli(pen: Draw, x: float, y: float, radius: float) -> None:
+    pen.rectangle(_box(x, y + radius * 0.5, radius * 0.2, radius * 0.5), fill="#a6c77d")
+    for dx, dy in ((-0.45, -0.1), (0.45, -0.1), (0, -0.45)):
+        pen.ellipse(_box(x + dx * radius, y + dy * radius, radius * 0.5), fill="#3d8b40")
+
+
+def _cookie(pen: Draw, x: float, y: float, radius: float) -> None:
+    pen.ellipse(_box(x, y, radius), fill="#b97a3d")
+    for dx, dy in ((-0.4, -0.3), (0.35, -0.35), (0.0, 0.15), (-0.35, 0.45), (0.45, 0.4)):
+        pen.ellipse(_box(x + dx * radius, y + dy * radius, radius * 0.14), fill="#4a2a14")
+
+
+NAMES = {  # of one portion and of several, where the food's own name does not do
+    "tomato": ("tomato", "tomatoes"), "broccoli": ("portion of broccoli", "portions of broccoli"),
+    "bread": ("slice of bread", "slices of bread"),
+}  # fmt: skip
+SHAPES: dict[str, Callable[[Draw, float, float, float], None]] = {
+    "egg": _disc("#fffdf5", "#f6b73c"), "tomato": _disc("#d7352b", "#3d8b40", 0.22), "orange": _disc("#f59a23"),
+    "cucumber": _disc("#5fa344", "#d5ecc2", 0.8), "banana": _banana, "bread": _bread, "carrot": _carrot,
+    "broccoli": _broccoli, "cookie": _cookie,
+}  # fmt: skip
