@@ -267,6 +267,7 @@ def test_the_oldest_output_is_dropped():
     assert drafter.propose(sequence([2, 21, 22], "c"), 4) == (23,)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(1, 5))
 def test_a_trie_counts_every_substring(streams, depth):
     trie = SuffixTrie(depth)

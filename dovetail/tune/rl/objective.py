@@ -33,9 +33,10 @@ from dovetail.tune.rl.algorithms import policy_loss_of
 from dovetail.tune.rl.drafter import drafter_bytes, drafter_companion
 from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, value_loss
 from dovetail.tune.rl.sections import DSPARK
-from dovetail.tune.rl.settings import CRITIC, POLICY, SCORE, Rl, beside_policy, check_rl_model
+from dovetail.tune.rl.settings import POLICY, Rl, beside_policy, check_rl_model
 from dovetail.tune.segments import segment_sums
 
+CRITIC, SCORE = "critic", "score"  # keys of the trained tree beside POLICY, if there is a critic
 EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)  # between the bins in which importance ratios are counted
 
 

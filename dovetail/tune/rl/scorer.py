@@ -17,8 +17,8 @@ from dovetail.train.objective import hidden_states, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy
 from dovetail.tune.policy import frozen_model, head_of, policy_of, unembed_of
-from dovetail.tune.rl.objective import allowed_tokens, policy_scores, values_of
-from dovetail.tune.rl.settings import CRITIC, POLICY, Rl
+from dovetail.tune.rl.objective import CRITIC, allowed_tokens, policy_scores, values_of
+from dovetail.tune.rl.settings import POLICY, Rl
 
 
 class RowScorer:

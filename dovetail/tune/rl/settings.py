@@ -38,7 +38,7 @@ REPORT_KEYS = ("checkpoint", "eval", "health", "log_every", "profile", "show_eve
 ON_POLICY = Distillation(kind="reverse", alpha=1.0)
 SAMPLING, CRITIC, ENGINE, REFERENCE, EVAL = Sampling(), Critic(), RolloutEngine(), RlReference(), RlEval()
 SPECULATION = RolloutSpeculation()
-POLICY, CRITIC, SCORE = "policy", "critic", "score"  # keys of the trained tree, if there is a critic
+POLICY = "policy"  # the key of the policy in the trained tree, if there is a critic
 
 
 @dataclass(frozen=True, kw_only=True)
