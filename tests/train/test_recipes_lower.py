@@ -40,7 +40,7 @@ def derived(name: str, platform: str) -> tuple[ModelConfig, Derived]:
     """The recipe on the fewest chips that hold it."""
     settings, chip = recipe.load(name, (), pretrain_class(name)), CHIPS[HARDWARE[platform]]
     cfg = read_model(settings.model)
-    settings = settings.for_model(cfg) if cfg.images else settings
+    settings = settings.for_model(cfg).for_images(1437) if cfg.images else settings  # of the digits
     count = smallest(cfg, settings, chip)
     assert count is not None
     return cfg, derive(cfg, settings, chip, count * chip.devices)
