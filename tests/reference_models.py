@@ -146,16 +146,21 @@ def reference(name: str, **changes):
     config = getattr(transformers, kind)(**(BASE | options | changes), attn_implementation="eager")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    randomize(model)
+    folder = Path(tempfile.mkdtemp(prefix=f"dovetail-{name}-"))
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def randomize(model) -> None:
+    """Fill every tensor of a model of transformers, norms, biases and buffers too, with random numbers."""
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in key or "embed_scale" in key:
+            if "inv_freq" in key or "embed_scale" in key or not tensor.is_floating_point():
                 continue
             spread = 0.15 if tensor.ndim > 1 else 0.3
             middle = 1.0 if "norm" in key or "scal" in key else 0.0
             tensor.copy_(torch.randn_like(tensor) * spread + middle)
-    folder = Path(tempfile.mkdtemp(prefix=f"dovetail-{name}-"))
-    model.save_pretrained(folder)
-    return model, folder
 
 
 def reference_logits(name: str, tokens: list[int]):

@@ -103,7 +103,7 @@ def _sizes(name: str, training: str) -> dict[str, Any]:
     from dovetail.core import recipe
     from dovetail.core.chips import CHIPS as KNOWN
     from dovetail.core.spec import matmul_flops, num_params
-    from dovetail.models.spec import spec
+    from dovetail.models.spec import spec, text_spec
     from dovetail.plan.plans import num_experts
     from dovetail.plan.refusal import smallest
 
@@ -112,7 +112,7 @@ def _sizes(name: str, training: str) -> dict[str, Any]:
     planned = _planned(settings, training)
     return {
         "parameters": num_params(spec(cfg)),
-        "active": int(matmul_flops(spec(cfg)) / 2) if num_experts(cfg) > 1 else 0,
+        "active": int(matmul_flops(text_spec(cfg)) / 2) if num_experts(cfg) > 1 else 0,
         "run": _run_length(planned if training == "pretrain" else settings),
         "rows": f"{planned.batch} x {planned.length}",
         "chips": {chip: smallest(cfg, planned, KNOWN[chip]) for chip in FITS_ON},

@@ -33,7 +33,8 @@ class Stored:
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
         """Return the part of a stored tensor that is this weight: a view, so writing to it writes into the tensor."""
-        part = tensor.reshape(self.view or tensor.shape)[self.at]
+        whole = tensor.reshape(self.view or tensor.shape)
+        part = whole[self.at] if self.at else whole  # of a scalar, an index would make a copy
         return part.swapaxes(-1, -2) if self.transposed else part
 
 

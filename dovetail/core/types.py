@@ -5,7 +5,7 @@ B batch rows, T tokens, S sequences, P pages of the pool, M pages a sequence may
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,10 @@ class Packed:
     documents: int | None = field(default=None, metadata={"static": True})
     image_ids: jax.Array | None = None  # [B, T] int32: 1, 2, .. the items of a row; 0 for text
 
+    def causal(self) -> Packed:
+        """Return the context without the block mask."""
+        return self if self.image_ids is None else replace(self, image_ids=None)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -53,7 +57,13 @@ class Paged:
     num_seqs: jax.Array  # [1] int32
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
-    last_seen: jax.Array | None = None  # [T] int32: the last position that a token sees in layers with a block mask
+    # [T] int32: the last position that a token sees in layers with a block mask: that of its image's last token, which
+    # is in this call too; its own for text
+    last_seen: jax.Array | None = None
+
+    def causal(self) -> Paged:
+        """Return the context without the block mask."""
+        return self if self.last_seen is None else replace(self, last_seen=None)
 
 
 Context = Packed | Paged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -16,9 +17,10 @@ from dovetail.core.reporter import Progress
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
+from dovetail.models.family import VisionFamily
 from dovetail.models.mtp import mtp_copies, with_mtp
-from dovetail.models.registry import family_of
-from dovetail.models.spec import spec
+from dovetail.models.registry import family_of, vision_family_of
+from dovetail.models.spec import VISION, spec
 
 MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")  # the one tensor that no other kind of layer has
 FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -59,10 +61,11 @@ def _parts(specs: Any) -> dict[str, list[StoredPart]]:
 def match_names(source: TensorSource, cfg: ModelConfig, where: str, mtp: bool = False) -> dict[str, str]:
     """Return the checkpoint's own name for each name of our table; list every disagreement in one CheckpointError."""
     later = "|".join(str(i) for i in _mtp_layers(source.tensors(), cfg))
-    unused = [*family_of(cfg).unused, rf"model\.layers\.({later})\..*", r"mtp\..*"]
+    vision = vision_family_of(cfg)
+    unused = [*(vision or family_of(cfg)).unused, rf"model\.layers\.({later})\..*", r"mtp\..*"]
     unused += [r"lm_head\.weight"] if cfg.tied else []
     fits = f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers)."
-    return match_specs(source, _specs(cfg, mtp), fits, unused, text_name)
+    return match_specs(source, _specs(cfg, mtp), fits, unused, functools.partial(plain_name, vision=vision))
 
 
 def match_specs(
@@ -194,7 +197,12 @@ def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dty
 def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield (name, bytes, array) for every tensor of a checkpoint with these weights."""
     mtp = "mtp" in params
-    yield from write_specs(_specs(cfg, mtp), params, _copies(cfg, mtp))
+    vision, specs = vision_family_of(cfg), _specs(cfg, mtp)
+    tower = _parts(specs.get(VISION, {}))
+    for name, size, array in write_specs(specs, params, _copies(cfg, mtp)):
+        if vision and name not in tower:
+            name = re.sub(r"^model\.", vision.text_prefix, name)
+        yield name, size, array
 
 
 def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -240,9 +248,16 @@ def _copies(cfg: ModelConfig, mtp: bool) -> dict[str, str]:
     return mtp_copies(cfg) if mtp else {}
 
 
+def plain_name(name: str, vision: VisionFamily | None) -> str:
+    """Return the name that specs have for a checkpoint's tensor."""
+    for pattern, replacement in vision.aliases if vision else ():
+        name = re.sub(pattern, replacement, name)
+    return text_name(name)
+
+
 def text_name(name: str) -> str:
     """Return a tensor's name without the prefix of the text model in models of text and images."""
-    name = re.sub(r"^language_model\.model\.|^model\.language_model\.(model\.)?", "model.", name)
+    name = re.sub(r"^language_model\.model\.|^model\.(language|text)_model\.(model\.)?", "model.", name)
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
@@ -251,6 +266,6 @@ def _mtp_layers(found: Iterable[str], cfg: ModelConfig) -> set[int]:
 
     They are stored after the last layer: as many as the config says, and any that has such a layer's projection.
     """
-    last, count = len(cfg.layers), cfg.to_hf().get("num_nextn_predict_layers") or 0
+    last, count = len(cfg.layers), cfg.text_hf().get("num_nextn_predict_layers") or 0
     marked = {int(match[1]) for name in found if (match := MTP.fullmatch(text_name(name)))}
     return {*range(last, last + count), *(i for i in marked if i >= last)}

@@ -36,7 +36,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, greedy, unembed
 from dovetail.models.registry import parse_config, read_config, read_model, shipped_models, shipped_shapes
-from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
+from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
 
 
 @dataclass
@@ -82,9 +82,19 @@ def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute) -> list[tuple[s
         ("dtype here", f"{compute.name}: {compute.describe()}"),
         ("KV cache", f"{format_bytes(kv_bytes_per_token(cfg, dtype.itemsize))} per token"),
         ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
+        *_vision(cfg),
         ("context", f"{cfg.max_len:,} tokens"),
         ("vocabulary", f"{cfg.vocab:,} tokens"),
     ]
+
+
+def _vision(cfg: ModelConfig) -> list[tuple[str, str]]:
+    if cfg.vision is None:
+        return []
+    tower, weights = cfg.vision.tower, format_count(num_params(spec(cfg)[VISION]))
+    tokens = tower.max_patches // tower.patches_per_feature
+    cost = f"{tower.flops(tower.max_patches) / 1e12:,.2f} TFLOP"
+    return [("vision tower", f"{weights} parameters; at most {tokens} tokens and {cost} for an image or a tile of one")]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "compute"))
@@ -185,7 +195,7 @@ def save(
         hf = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
         if "mtp" in params:  # tells readers of the folder that layers follow the last
-            hf["num_nextn_predict_layers"] = len(params["mtp"])
+            (hf["text_config"] if cfg.vision else hf)["num_nextn_predict_layers"] = len(params["mtp"])
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
         total = stored_bytes(cfg, params)
         for _ in write_shards(folder, write_tensors(cfg, params), total, max_shard_bytes):
@@ -262,8 +272,10 @@ def add_special_tokens(
 
 def _resized(cfg: ModelConfig, vocab: int) -> dict:
     hf = cfg.to_hf()
-    inner = hf if "vocab_size" in hf else hf["text_config"]
-    inner["vocab_size"] = vocab
+    if cfg.vision:
+        hf["text_config"]["vocab_size"] = vocab
+    if not cfg.vision or "vocab_size" in hf:  # SmolVLM's configs repeat it
+        hf["vocab_size"] = vocab
     return hf
 
 

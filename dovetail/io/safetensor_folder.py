@@ -128,7 +128,7 @@ def write_shards(
         if pending and size + nbytes > max_shard_bytes:
             flush()
             size = 0
-        pending[name] = np.ascontiguousarray(array)
+        pending[name] = np.ascontiguousarray(array).reshape(array.shape)  # it gives a scalar a dim
         size += nbytes
         yield name
     flush()

@@ -41,6 +41,7 @@ class Attention:
     v_norm: bool = False  # values are normed too, without a weight (Gemma 4)
     k_is_v: bool = False  # the key projection gives the values as well (Gemma 4)
     sinks: bool = False  # a learned logit per head that takes weight and gives nothing (GPT-OSS)
+    block_mask: bool = False  # the tokens of an image see each other (Gemma 3)
     kv_from: int | None = None  # reads the keys and values of this earlier layer (Gemma 4)
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -97,6 +98,7 @@ class Attention:
 
     def attend(self, p: Params, q: jax.Array, ctx: Context, entry: Any, window: int | None) -> jax.Array:
         """Map queries [..., N, H] to every head's output [..., N, H]."""
+        ctx = ctx if self.block_mask else ctx.causal()
         of_pages = dict(sinks=p.get("sinks"), kv_heads=self.kv_heads)
         return attend(ctx, q, entry, scale=self.scale, window=window, softcap=self.softcap, **of_pages)
 

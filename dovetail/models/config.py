@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.models.attention import Attention
 from dovetail.models.latent import Latent
-from dovetail.models.towers.classifier import ImageClassifier
-from dovetail.models.towers.image_text import ImageText
 from dovetail.models.towers.vision import Vision
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
+
+if TYPE_CHECKING:
+    from dovetail.models.towers.classifier import ImageClassifier
+    from dovetail.models.towers.image_text import ImageText
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class ModelConfig:
         """Return the contents of the config.json that it was built from."""
         return json.loads(self.source)
 
+    def text_hf(self) -> dict[str, Any]:
+        """Return the part of `to_hf` that describes the text model."""
+        hf = self.to_hf()
+        return hf["text_config"] if self.vision else hf
+
 
 WORDS, SCORES = "ForCausalLM", "ForSequenceClassification"  # the ends of their architectures' names
 LABELS = 2  # of a classifier whose config.json does not say
@@ -128,6 +135,8 @@ def scored(cfg: ModelConfig) -> ModelConfig:
     """Return the model with a score in place of the head."""
     if cfg.scored:
         return cfg
+    if cfg.vision:
+        raise UnsupportedError("a model that sees images cannot be given a score in place of its head yet")
     hf = cfg.to_hf()
     hf["architectures"] = [name.removesuffix(WORDS) + SCORES for name in hf["architectures"]]
     hf |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

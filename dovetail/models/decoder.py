@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,6 +42,8 @@ def forward(
     embeds: Embeds | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Run the model: tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens).
+
+    Positions are [..., 3] for prompts with images of a model with `Vision.mrope` (ops.rope.spatial_positions).
 
     With `rows` [S] only the states of those tokens are returned, [S, D]: past its attention the last layer computes no
     others. `embeds` replaces the embeddings of image tokens.
@@ -125,13 +128,15 @@ def _run(
 
     The outputs of the layers that are keys of `outputs` are put there.
     """
-    x = embed(params, cfg, tokens, ctx.placement)
+    x, further = embed(params, cfg, tokens, ctx.placement), {}
     if embeds is not None:
+        further = _further_features(cfg, x, embeds)
         x, tokens = _with_features(x, tokens, embeds)
     x = by_token(ctx, x)
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers}
-    tables: dict[Rope | None, Table] = {rope: rope.tables(positions) if rope else () for rope in ropes}
+    spatial = positions.ndim > tokens.ndim
+    tables: dict[Rope | None, Table] = {rope: rope.tables(positions, spatial) if rope else () for rope in ropes}
     entries: dict[int, Any] = dict(enumerate(cache or ()))
 
     def one(run: Callable, p: Params, stream: Residual, i: int) -> tuple[Residual, RouterStats | None]:
@@ -140,12 +145,14 @@ def _run(
         own = extra[..., i, :] if extra is not None else None
         last = rows if i == len(cfg.layers) - 1 else None
         stream, entries[i], dealt = run(p, stream, tables[layer.attn.rope], ctx, entry, own, last, cfg=cfg, layer=layer)
+        if i in further:
+            stream = replace(stream, x=stream.x + (further[i] if last is None else further[i][last]))
         if outputs and i in outputs:
             outputs[i] = stream.x if stream.pending is None else stream.x + stream.pending
         return stream, dealt
 
     stream, stats = Residual(x), {}
-    for repeat in repeats(cfg, scan):
+    for repeat in repeats(cfg, scan and not further):  # layers that get further features are not interchangeable
         run = remember(block, remat, in_loop=repeat.times > 1 and repeat.period == 1)
         stream, dealt = fold(functools.partial(one, run), params["layers"], stream, repeat)
         stats |= dealt
@@ -164,6 +171,14 @@ def _with_features(x: jax.Array, tokens: jax.Array, embeds: Embeds) -> tuple[jax
     is_image = embeds.index >= 0
     features = embeds.features[jnp.maximum(embeds.index, 0), : x.shape[-1]].astype(x.dtype)
     return jnp.where(is_image[..., None], features, x), jnp.where(is_image, 0, tokens)
+
+
+def _further_features(cfg: ModelConfig, x: jax.Array, embeds: Embeds) -> dict[int, jax.Array]:
+    """Return what is added to the outputs of layers, by layer: further features of image tokens, 0 elsewhere."""
+    D, layers = x.shape[-1], cfg.vision.deepstack if cfg.vision else ()
+    rows = embeds.features[jnp.maximum(embeds.index, 0)].astype(x.dtype) if layers else x
+    is_image = (embeds.index >= 0)[..., None]
+    return {layer: jnp.where(is_image, rows[..., (i + 1) * D : (i + 2) * D], 0) for i, layer in enumerate(layers)}
 
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:

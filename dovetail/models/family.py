@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.towers.vision import Vision
 from dovetail.ops.glu import Glu
 from dovetail.ops.rope import Rope, longrope_magnitude, yarn_magnitude
 
@@ -35,6 +36,37 @@ class Family:
     parse: Callable[[Fields], ModelConfig]
     names: Mapping[str, str] = field(default_factory=dict)
     experts: str = "each"
+    unused: tuple[str, ...] = ()
+
+
+def _accept(f: Fields) -> None:
+    """Read nothing."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """Describe a family of models that see images: a text model of `Family` with a tower (models.towers).
+
+    Attributes:
+        model_types: The outer `model_type`s of its configs.
+        architecture: The transformers class that an exported folder names.
+        parse: Called with the fields of the config, those of its `vision_config`, and the text model.
+        text_prefix: What replaces `model.` in the stored names of the text model's tensors.
+        aliases: (pattern, replacement) of other names that published checkpoints have for the tower's tensors.
+        as_text: Maps a `text_config` to the config of a text model that a `Family` reads.
+        read_text: Reads the fields of `text_config` that the text model's own family does not know.
+        dropped: Fields that describe other towers, whose weights are not read: null in an exported folder.
+        unused: A pattern of tensors in published checkpoints that the model does not need.
+    """
+
+    model_types: tuple[str, ...]
+    architecture: str
+    parse: Callable[[Fields, Fields, ModelConfig], Vision]
+    text_prefix: str
+    aliases: tuple[tuple[str, str], ...] = ()
+    as_text: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    read_text: Callable[[Fields], None] = _accept
+    dropped: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
 

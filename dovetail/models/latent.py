@@ -80,6 +80,7 @@ class Latent:
         latent = rms_norm(latent, p["kv_a_norm"], self.norm_eps)
         q_rope = rotate(q_rope, self.rope, table)
         k_rope = rotate(k_rope[..., None, :], self.rope, table)[..., 0, :]
+        ctx = ctx.causal()
         return latent_attention(ctx, entry, q_nope, q_rope, latent, k_rope, p["k_up"], p["v_up"], scale=self.scale)
 
     def _queries(self, p: Params, x: jax.Array) -> jax.Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,24 @@ from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import MissingFileError, UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen, siglip
-from dovetail.models.config import ModelConfig, is_scored, scored
-from dovetail.models.family import Family, Fields
+from dovetail.models.attention import Attention
+from dovetail.models.config import Layer, ModelConfig, is_scored, scored
+from dovetail.models.family import Family, Fields, VisionFamily
+from dovetail.models.towers import gemma3, qwen3_vl, smolvlm
+from dovetail.models.towers import gemma4 as gemma4_vision
+from dovetail.models.towers.vision import Vision
 
 FAMILIES: dict[str, Family] = {
     model_type: family
     for module in (llama, qwen, gemma, gemma4, deepseek, olmo, gpt_oss, phi, granite, glm, siglip)
     for family in module.FAMILIES
     for model_type in family.model_types
+}
+VISION_FAMILIES: dict[str, VisionFamily] = {
+    kind: family
+    for module in (smolvlm, gemma3, gemma4_vision, qwen3_vl)
+    for family in module.FAMILIES
+    for kind in family.model_types
 }
 
 
@@ -27,17 +39,56 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.family]
 
 
+def vision_family_of(config: ModelConfig) -> VisionFamily | None:
+    """Return the family of a model that sees images; None for a text model."""
+    return VISION_FAMILIES[config.to_hf()["model_type"]] if config.vision else None
+
+
 def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Parse the contents of a config.json. Of a model with vision, the text model is read."""
+    """Parse the contents of a config.json.
+
+    Of a model with images (or sound) whose outer `model_type` is not in VISION_FAMILIES, the text model is read.
+    """
     if not isinstance(hf, dict):
         raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
     if hf.get("model_type") == "siglip":  # its text_config is not a language model's
         return siglip.parse_siglip(Fields(hf, where))
+    if not isinstance(hf.get("text_config"), dict):
+        return _parse_text(hf, where)
+    shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
+    outer = {k: hf[k] for k in shared if k in hf}
+    vision = VISION_FAMILIES.get(str(hf.get("model_type"))) if isinstance(hf.get("vision_config"), dict) else None
+    if vision is None or is_scored(hf, where):
+        scored_as = {"architectures": hf["architectures"]} if is_scored(hf, where) else {}
+        return _parse_text({**outer, **hf["text_config"], **scored_as}, where)
+    tied = {k: v for k, v in outer.items() if k == "tie_word_embeddings"}  # of the two, transformers reads the outer
+    text = _parse_text(vision.as_text({**outer, **hf["text_config"], **tied}), where, vision.read_text)
+    return _with_vision(text, vision, {"architectures": [vision.architecture], **hf}, where)
+
+
+def _with_vision(text: ModelConfig, family: VisionFamily, hf: dict[str, Any], where: str) -> ModelConfig:
+    """Return the text model with its tower, which `hf` describes."""
+    outer, own = Fields(hf, where), Fields(hf["vision_config"], f"{where}: vision_config")
+    outer.skip("text_config", "vision_config", "tie_word_embeddings")
+    vision = family.parse(outer, own, text)
+    outer.done()
+    own.done()
+    layers = (_seeing(layer, vision) for layer in text.layers)
+    hf |= {key: None for key in family.dropped if key in hf}
+    return replace(text, layers=tuple(layers), vision=vision, source=json.dumps(hf, sort_keys=True))
+
+
+def _seeing(layer: Layer, vision: Vision) -> Layer:
+    """Return the layer with its mask and its positions for images."""
+    if not (isinstance(layer.attn, Attention) and layer.attn.rope):
+        return layer
+    rope = replace(layer.attn.rope, sections=vision.mrope)
+    return replace(layer, attn=replace(layer.attn, block_mask=vision.masks(layer.attn.window), rope=rope))
+
+
+def _parse_text(hf: dict[str, Any], where: str, read: Callable[[Fields], None] | None = None) -> ModelConfig:
+    """Parse the config of a text model; `read` reads fields that its family does not know."""
     scores = is_scored(hf, where)
-    if isinstance(hf.get("text_config"), dict):
-        shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
-        outer = {k: hf[k] for k in shared if k in hf}
-        hf = {**outer, **hf["text_config"]}
     kind = hf.get("model_type")
     if kind not in FAMILIES:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
@@ -56,7 +107,10 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
         )
     family = FAMILIES[kind]
     hf = {**hf, "architectures": [family.architecture]}
-    cfg = family.parse(Fields(hf, where))
+    fields = Fields(hf, where)
+    if read is not None:
+        read(fields)
+    cfg = family.parse(fields)
     return scored(cfg) if scores else cfg
 
 

@@ -21,6 +21,8 @@ from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.models.family import Family
 from dovetail.models.registry import family_of
 
+VISION = "vision"  # the branch of the tower's weights
+
 
 @functools.lru_cache(maxsize=64)
 def spec(cfg: ModelConfig) -> dict[str, Any]:
@@ -48,7 +50,12 @@ def spec(cfg: ModelConfig) -> dict[str, Any]:
             "proj": declare("per_layer.proj", (L, width, D), (None, None, "embed"), (flat, D)),
             "norm": declare("per_layer.norm", (width,), (None,), init=norm_init, active=0.0),
         }
-    return tree
+    return tree if cfg.vision is None else {**tree, VISION: cfg.vision.tower.spec()}
+
+
+def text_spec(cfg: ModelConfig) -> dict[str, Any]:
+    """Return the tree without the vision tower, whose weights the tokens of a step do not meet."""
+    return {name: part for name, part in spec(cfg).items() if name != VISION or cfg.images}
 
 
 class _Declare:
@@ -178,7 +185,7 @@ def flops_per_token(cfg: ModelConfig, context: float = 0, train: bool = False) -
     The backward pass costs twice the forward. For the mean of a causal sequence of T tokens use context = T / 2.
     """
     attention = sum(layer.attn.flops_per_key * layer.attn.keys_seen(context) for layer in cfg.layers)
-    return (matmul_flops(spec(cfg)) + attention) * (3 if train else 1)
+    return (matmul_flops(text_spec(cfg)) + attention) * (3 if train else 1)
 
 
 COMMON = {

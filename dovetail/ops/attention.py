@@ -19,6 +19,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from dovetail.core.errors import UnsupportedError
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.context import context_attention, is_cut
@@ -79,8 +80,10 @@ def attend(
         return _attend_pages(ctx, q, stored, kv_heads, **options)
     k, v = stored
     if is_cut(ctx.placement, q.shape[1]):
+        if ctx.image_ids is not None:
+            raise UnsupportedError("rows with images whose tokens see each other cannot be split over the context axis")
         return context_attention(q, k, v, ctx, **options)
-    name = choose_packed(ctx.platform, q, v, softcap, sinks)
+    name = choose_packed(ctx.platform, q, v, softcap, sinks, ctx.image_ids is not None)
     run = packed_kernel(name)
     if name in NAMES_ITSELF:  # XLA splits the others itself
         return on_mesh(run, q, k, v, ctx, **options)
@@ -90,7 +93,8 @@ def attend(
 
 def _attend_pages(ctx: Paged, q: jax.Array, stored: jax.Array, kv_heads: int, *, sinks, **options: Any) -> jax.Array:
     heads, pages = split_heads(ctx.placement, kv_heads)
-    name = choose_paged(ctx.platform, q, kv_heads, sinks, ctx.placement, ctx.block_tables, stored)
+    is_blocked = ctx.last_seen is not None
+    name = choose_paged(ctx.platform, q, kv_heads, sinks, ctx.placement, ctx.block_tables, stored, is_blocked)
     here = kv_heads // ctx.placement.size("kv_heads") if ctx.placement and heads[1] else kv_heads
     run = functools.partial(paged_kernel(name, here if stored.ndim == 3 else None), **options)
     given, specs = ((q, stored), (heads, pages)) if sinks is None else ((q, stored, sinks), (heads, pages, P(heads[1])))

@@ -46,12 +46,16 @@ FEW_ROWS = {**dict.fromkeys(ARM, 7), **dict.fromkeys(X86, 16)}
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def choose_packed(platform: str | None, q: Any, v: Any, softcap: float | None = None, sinks: Any = None) -> str:
+def choose_packed(
+    platform: str | None, q: Any, v: Any, softcap: float | None = None, sinks: Any = None, block_mask: bool = False
+) -> str:
     """Return the packed implementation for these shapes: 'cudnn', 'splash', 'tokamax' or 'reference'.
 
     'splash' is upstream's for TPUs, and 'tokamax' its successor, used so far for what upstream's cannot do: the two
-    have not been compared on a TPU yet.
+    have not been compared on a TPU yet. With `block_mask`, the tokens of an image see each other: no kernel has it.
     """
+    if block_mask:
+        return "reference"
     platform = platform or jax.default_backend()
     same_dim = q.shape[-1] == v.shape[-1]
     if platform in ("cuda", "gpu") and _has_cudnn():
@@ -71,14 +75,18 @@ def choose_paged(
     placement: Placement | None = None,
     tables: Any = None,
     pages: Any = None,
+    block_mask: bool = False,
 ) -> str:
     """Return the paged implementation for these shapes: 'triton', 'ragged', 'flat', 'numba' or 'reference'.
 
     'ragged' is upstream's for TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
+    With `block_mask`, the tokens of an image see each other, which of the kernels only 'numba' supports.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
+    if block_mask:
+        return "reference"
     if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
     if platform != "tpu":
@@ -323,6 +331,7 @@ def describe() -> list[tuple[str, str, str]]:
         rows += [
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, choose_paged(platform, heads, 8)),
+            ("attention with a block mask", platform, _block_mask(platform, heads)),
             ("bidirectional attention", platform, choose_bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
@@ -332,6 +341,13 @@ def describe() -> list[tuple[str, str, str]]:
             ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])
+
+
+def _block_mask(platform: str, q: Any) -> str:
+    """Return the packed and the paged attention of image tokens that see each other, and why not others."""
+    packed = choose_packed(platform, q, q, block_mask=True)
+    paged = choose_paged(platform, q, 8, block_mask=True)
+    return f"{packed} (packed), {paged} (paged): other kernels do not support the mask"
 
 
 def _products(few: Any, many: Any) -> str:

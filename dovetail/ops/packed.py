@@ -28,10 +28,11 @@ def cap_and_mask(scores: jax.Array, visible: jax.Array, softcap: float | None) -
     return jnp.where(visible, scores, MASKED)
 
 
-def is_visible(q_pos: jax.Array, k_pos: jax.Array, window: int | None) -> jax.Array:
-    """Return whether a key is causal and within the sliding window (which includes the token itself)."""
+def is_visible(q_pos: jax.Array, k_pos: jax.Array, window: int | None, also: jax.Array | None = None) -> jax.Array:
+    """Return whether a key is causal, or in `also`, and within the sliding window (which includes the token itself)."""
     distance = q_pos - k_pos
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+    visible = distance >= 0 if also is None else (distance >= 0) | also
+    return visible & (distance < window) if window else visible
 
 
 def packed_attention(
@@ -48,9 +49,11 @@ def packed_attention(
 ) -> jax.Array:
     """Attend exactly. Queries go in chunks that see only the keys they may reach, so that scores are never [T, T].
 
-    With `key_segments` there are S >= T keys and the queries are the last T of them (ops.context).
+    With `key_segments` there are S >= T keys and the queries are the last T of them (ops.context). With image ids, the
+    tokens of an image see each other (models.towers.vision).
     """
-    T = q.shape[1]
+    T, images = q.shape[1], ctx.image_ids
+    assert images is None or key_segments is None
     key_segments = ctx.segment_ids if key_segments is None else key_segments
     before = key_segments.shape[1] - T
     chunk = max(128, -(-T // 16))  # small enough for a core's cache, few enough to compile
@@ -59,28 +62,36 @@ def packed_attention(
     outputs = []
     for start in range(0, T, chunk):
         rows = slice(start, min(start + chunk, T))
-        keys = slice(max(0, before + start - window + 1) if window else 0, before + rows.stop)
+        last = before + rows.stop if images is None else T  # an image may end anywhere
+        keys = slice(max(0, before + start - window + 1) if window else 0, last)
         positions = before + jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
         segments = ctx.segment_ids[:, rows], key_segments[:, keys]
-        outputs.append(one(q[:, rows], k[:, keys], v[:, keys], segments, positions, sinks))
+        same = None if images is None else (images[:, rows], images[:, keys])
+        outputs.append(one(q[:, rows], k[:, keys], v[:, keys], segments, positions, sinks, same))
     return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
 
-def _attend_chunk(q, k, v, segments, positions, sinks, **options):
-    return attend_block(q, k, v, segments, positions, sinks, **options)[0].astype(v.dtype)
+def _attend_chunk(q, k, v, segments, positions, sinks, images, **options):
+    return attend_block(q, k, v, segments, positions, sinks, images, **options)[0].astype(v.dtype)
 
 
-def attend_block(q, k, v, segments, positions, sinks=None, *, scale, window, softcap) -> tuple[jax.Array, jax.Array]:
+def attend_block(
+    q, k, v, segments, positions, sinks=None, images=None, *, scale, window, softcap
+) -> tuple[jax.Array, jax.Array]:
     """Attend some queries to some keys: (out [B, T, N, H], log of the softmax's denominator [B, T, N]), both f32.
 
-    `segments` ([B, T], [B, S]) and `positions` ([T], [S]) are those of queries and keys.
+    `segments` ([B, T], [B, S]), `positions` ([T], [S]) and `images` (as segments, or None) are those of queries and
+    keys.
     """
     B, T, N, H = q.shape
     K, G = k.shape[2], N // k.shape[2]
     # a key head's queries are rows of one product, [T * G, H] @ [H, S]: many small products would be far slower
     q_rows = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     scores = jnp.einsum("bkrh,bskh->bkrs", q_rows, k, preferred_element_type=jnp.float32) * scale
-    visible = is_visible(positions[0][:, None], positions[1], window)
+    same = None
+    if images is not None:
+        same = (images[0][:, :, None] == images[1][:, None, :]) & (images[0] > 0)[:, :, None]
+    visible = is_visible(positions[0][:, None], positions[1], window, same)
     visible = visible & (segments[0][:, :, None] == segments[1][:, None, :])  # [B, T, S]
     scores = cap_and_mask(scores.reshape(B, K, T, G, -1), visible[:, None, :, None], softcap)
     top = scores.max(axis=-1, keepdims=True)

@@ -107,21 +107,22 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Return [T, N, Hv]: each token attends to its sequence's pages up to itself."""
+    """Return [T, N, Hv]: each token attends to its sequence's pages up to itself, or to the last that it may see."""
     rows = _tile(q.shape[0], ctx.kv_lens.shape[0])
     tile_seq, first_token, count, position = tiles_of(ctx, q.shape[0], rows)
     num_tiles, row = tile_seq.shape[0], jnp.arange(rows)
     token = jnp.minimum(first_token[:, None] + row, q.shape[0] - 1)
     q_pos = jnp.where(row < count[:, None], position[:, None] + row, -1)  # [I, R]
+    last_seen = q_pos if ctx.last_seen is None else jnp.where(q_pos < 0, -1, ctx.last_seen[token])
     pages_a_block = max(1, BLOCK // pages.shape[1])
     block = pages_a_block * pages.shape[1]
     width = ctx.block_tables.shape[1]
     tables = jnp.pad(ctx.block_tables, ((0, 0), (0, -width % pages_a_block)))[tile_seq]  # [I, M']
 
     def keys_values(j):
-        # past a tile's last query is what a page held before, NaN perhaps, and 0 * NaN is not 0: its first key again
+        # past what a tile sees is what a page held before, NaN perhaps, and 0 * NaN is not 0: its first key again
         k_pos = j * block + jnp.arange(block)
-        k_pos = jnp.where(k_pos <= q_pos.max(axis=1, keepdims=True), k_pos, 0)  # [I, block]
+        k_pos = jnp.where(k_pos <= last_seen.max(axis=1, keepdims=True), k_pos, 0)  # [I, block]
         page = jnp.take_along_axis(tables, k_pos // pages.shape[1], axis=1)
         place = page[:, None], (k_pos % pages.shape[1])[:, None]
         return read(lambda heads: pages[*place, heads[:, None]], pages.shape[2])
@@ -134,7 +135,8 @@ def paged_attention(
         top, total, out = carry
         k, v = keys_values(j)
         k_pos = j * block + jnp.arange(block)
-        visible = is_visible(q_pos[:, :, None], k_pos, window)[:, None, None]  # [I, 1, 1, R, block]
+        also = None if ctx.last_seen is None else k_pos <= last_seen[:, :, None]
+        visible = is_visible(q_pos[:, :, None], k_pos, window, also)[:, None, None]  # [I, 1, 1, R, block]
         scores = jnp.einsum("ikgrh,iksh->ikgrs", q_tiles, k, preferred_element_type=jnp.float32) * scale
         scores = cap_and_mask(scores, visible, softcap)
         new_top = jnp.maximum(top, scores.max(axis=-1))
@@ -147,7 +149,7 @@ def paged_attention(
     carry = _start(sinks, (num_tiles, K, N // K, rows), Hv)
     earliest = jnp.where(q_pos < 0, jnp.iinfo(q_pos.dtype).max, q_pos).min()  # of the rows that are not padding
     first = jnp.maximum(0, earliest - window + 1) // block if window else 0
-    last = q_pos.max() // block + 1
+    last = last_seen.max() // block + 1
     _, total, out = jax.lax.fori_loop(first, last, step, carry)
     out = jnp.where((q_pos < 0)[:, None, None, :, None], 0, out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, N, Hv)

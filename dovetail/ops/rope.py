@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
@@ -35,6 +36,7 @@ class Rope:
     interleaved: bool = False  # pairs are (0, 1), (2, 3)... rather than (0, dim/2), (1, dim/2 + 1)...
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
+    sections: tuple[int, ...] = ()  # of positions in time, height and width: the frequencies of each (`pick`)
     is_long: bool = False  # longrope: the long factors, for sequences that may outgrow original_len
 
     def within(self, length: int) -> Rope:
@@ -75,9 +77,16 @@ class Rope:
         ramp = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 0.001), 0, 1)
         return (inv / self.factor * ramp + inv * (1 - ramp)).astype(np.float32)
 
-    def tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return cos and sin, [..., dim / 2] f32, for positions [...]."""
-        angles = positions[..., None].astype(jnp.float32) * self.inv_freq()
+    def pick(self) -> np.ndarray:
+        """Return which position each of the dim / 2 frequencies turns by: 0 time, 1 height, 2 width (Qwen3-VL)."""
+        i = np.arange(self.dim // 2)
+        limits = 3 * np.asarray(self.sections)[i % 3]
+        return np.where(i < limits, i % 3, 0)
+
+    def tables(self, positions: jax.Array, spatial: bool = False) -> tuple[jax.Array, jax.Array]:
+        """Return cos and sin, [..., dim / 2] f32, for positions [...], or [..., 3] if `spatial`."""
+        turned_by = positions[..., self.pick()] if spatial else positions[..., None]
+        angles = turned_by.astype(jnp.float32) * self.inv_freq()
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
         return jax.lax.platform_dependent(cos, sin, cpu=_computed_once, default=lambda *tables: tables)
 
@@ -89,6 +98,26 @@ def _computed_once(*tables: jax.Array) -> tuple[jax.Array, ...]:
     sequences), and ignores barriers; it keeps the output of a product.
     """
     return tuple(table @ jnp.eye(table.shape[-1], dtype=table.dtype) for table in tables)
+
+
+def spatial_positions(length: int, images: Iterable[tuple[int, int, int]]) -> np.ndarray:
+    """Return positions [T, 3] in time, height and width of a prompt's tokens.
+
+    The tokens of an image have the time of its start, and count rows and columns from there; what follows goes on after
+    the larger of the two numbers. What is generated counts on from the last.
+
+    Args:
+        length: T.
+        images: (first token, rows, columns) of each image, in order.
+    """
+    positions, at, now = np.zeros((length, 3), np.int32), 0, 0
+    for start, rows, columns in (*images, (length, 0, 0)):
+        positions[at:start] = (now + np.arange(start - at))[:, None]
+        now, at = now + start - at, start + rows * columns
+        row, column = np.divmod(np.arange(rows * columns), max(1, columns))
+        positions[start:at] = now + np.stack([np.zeros_like(row), row, column], axis=1)
+        now += max(rows, columns)
+    return positions
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -21,7 +21,7 @@ from dovetail.core.mesh import TRAIN
 from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.training import Training
 from dovetail.models.config import Attention, Latent, ModelConfig
-from dovetail.models.spec import spec
+from dovetail.models.spec import text_spec
 from dovetail.plan.plans import MeshPlan, axes_of
 from dovetail.plan.train_memory import BYTES
 
@@ -151,7 +151,7 @@ def _weights(
 @functools.lru_cache(maxsize=256)
 def _local_weights(cfg: ModelConfig, splits: tuple[tuple[str, int], ...]) -> Counter[_Weight]:
     """Return the weights with the number of layers that have each."""
-    tree, found = spec(cfg), Counter()
+    tree, found = text_spec(cfg), Counter()
     for name in (name for name in tree if name != "layers"):
         found.update(_one(path, leaf, dict(splits)) for path, leaf in leaves({name: tree[name]}) if leaf.active)
     kinds = Counter(cfg.layers)

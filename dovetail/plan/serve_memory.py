@@ -31,7 +31,7 @@ from dovetail.core.spec import ParamSpec, leaf_dtype, leaves, num_params
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.publish import serving_spec
-from dovetail.models.spec import cache_shapes, kv_bytes_per_token, spec
+from dovetail.models.spec import VISION, cache_shapes, kv_bytes_per_token, spec
 
 # The defaults of gpu_memory_utilization, block_size and max_num_batched_tokens are declared in engine.options, which
 # plan may not import; a test compares both.
@@ -167,11 +167,12 @@ def placement(chip: Chip | None, tensor: int) -> Placement | None:
 
 @functools.lru_cache(maxsize=256)
 def local_weights(
-    cfg: ModelConfig, chip: Chip | None, tensor: int, dtype: str, spread: bool = False
+    cfg: ModelConfig, chip: Chip | None, tensor: int, dtype: str, spread: bool = False, tower: bool = True
 ) -> tuple[tuple[ParamSpec, int], ...]:
-    """Return every weight in the engine's layout with its bytes on one device."""
+    """Return every weight in the engine's layout with its bytes on one device; `tower`: those of a vision tower too."""
     place = placement(chip, tensor)
-    return tuple((one, _bytes(one, place, dtype, spread)) for _, one in leaves(serving_spec(cfg, place)))
+    specs = {name: part for name, part in serving_spec(cfg, place).items() if tower or name != VISION}
+    return tuple((one, _bytes(one, place, dtype, spread)) for _, one in leaves(specs))
 
 
 def _bytes(one: ParamSpec, place: Placement | None, dtype: str, spread: bool) -> int:

@@ -214,7 +214,7 @@ class Replica:
 
     @functools.cached_property
     def _weights(self):
-        return local_weights(self.cfg, self.chip, self.tensor, self.dtype, self.spread)
+        return local_weights(self.cfg, self.chip, self.tensor, self.dtype, self.spread, tower=False)
 
     @functools.cached_property
     def _flops(self) -> float:

@@ -80,7 +80,7 @@ def init_state(
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(specs, settings, optimizer, placement))
     given = params or {}
     missing = {name: part for name, part in specs.items() if name not in given}
-    std = float(cfg.to_hf().get("initializer_range") or 0.02)
+    std = float(cfg.text_hf().get("initializer_range") or 0.02)
     key, dtype = jax.random.key(settings.seed), compute_of(settings.precision.params).dtype
     params = {**given, **init(missing, key, dtype, std, {name: places.params[name] for name in missing})}
     # jitted, so that every process creates its own part, and no two fields share a buffer (they are donated)

@@ -125,8 +125,8 @@ def test_unsupported_ropes_are_refused(name, kind):
         parse_config(config(name, rope_parameters=params))
 
 
-def test_a_multimodal_config_is_read_for_its_text_model():
-    outer = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": config("gemma3")}
+def test_another_multimodal_config_is_read_for_its_text_model():
+    outer = {"model_type": "gemma3n", "vision_config": {"hidden_size": 8}, "text_config": config("gemma3")}
     assert parse_config(outer).layers == parse_config(config("gemma3")).layers
     assert parse_config(outer | {"eos_token_id": [1, 106]} | _without_eos(outer)).eos_ids == (1, 106)
     with refuses("quantization_config", naming="bitsandbytes"):

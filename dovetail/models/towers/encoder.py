@@ -20,6 +20,7 @@ from dovetail.ops.bidirectional import bidirectional_attention
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul, matmuls
 from dovetail.ops.norm import layer_norm
+from dovetail.ops.rope import Rope, rotate
 
 BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
 
@@ -117,10 +118,19 @@ class Encoder:
 
 @functools.partial(jax.jit, static_argnames=("of", "placement"))  # equal blocks are traced and lowered once
 def encoder_block(
-    p: Params, x: jax.Array, lengths: jax.Array | None = None, *, of: Encoder, placement: Placement | None = None
+    p: Params,
+    x: jax.Array,
+    lengths: jax.Array | None = None,
+    tables: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    of: Encoder,
+    placement: Placement | None = None,
 ) -> jax.Array:
-    """Run one block of the encoder `of` on x [N, P, D]."""
+    """Run one block of the encoder `of` on x [N, P, D]; `tables` are cos and sin of rotary positions."""
     q, k, v = matmuls(norm(p["attn_norm"], x, of.eps), p["attn"], of.projections)
+    if tables is not None:
+        whole = Rope(theta=0.0, dim=q.shape[-1])  # which dims are rotated; the tables say how far
+        q, k = rotate(q, whole, tables), rotate(k, whole, tables)
     platform = placement.platform if placement else None
     h = bidirectional_attention(q, k, v, scale=q.shape[-1] ** -0.5, lengths=lengths, platform=platform)
     x = x + matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Params
+from dovetail.models.family import Fields, read_glu
 from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, norm, norm_spec
 from dovetail.ops.linear import matmul
 
@@ -90,7 +92,7 @@ class Siglip:
 
 
 def patch_spec(dim: int, patch_size: int, name: str) -> ParamSpec:
-    """Return the weight [D, C] of patches (row, column, channel), stored as a convolution's [D, channel, row, col]."""
+    """Return the weight [D, C] of patches (row, column, channel), stored as a convolution [D, channel, row, column]."""
     area = patch_size**2
     stored = Stored((name,), (dim, CHANNELS, patch_size, patch_size), view=(dim, CHANNELS, area), transposed=True)
     return ParamSpec((dim, area * CHANNELS), ("embed", None), stored)
@@ -112,3 +114,78 @@ def siglip_names(prefix: str) -> dict[str, str]:
 def centred(patches: jax.Array, dtype: Any) -> jax.Array:
     """Return pixels 0..255 as numbers between -1 and 1: a mean and a standard deviation of 0.5."""
     return (patches.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+
+
+@dataclass(frozen=True)
+class SiglipTower:
+    """Describe a tower of SigLIP and a projector that makes one feature of a square of patches.
+
+    Attributes:
+        siglip: The encoder.
+        square: The patches of a square's side.
+        dim: The width of the language model.
+    """
+
+    siglip: Siglip
+    square: int
+    dim: int
+
+    @property
+    def patch_dim(self) -> int:
+        """Return the numbers of a patch."""
+        return self.siglip.patch_dim
+
+    @property
+    def patches_per_feature(self) -> int:
+        """Return how many patches of an item become one feature."""
+        return self.square**2
+
+    @property
+    def min_patches(self) -> int:
+        """Return the patches of an item."""
+        return self.max_patches
+
+    @property
+    def max_patches(self) -> int:
+        """Return the patches of an item."""
+        return self.siglip.max_patches
+
+    def flops(self, patches: int) -> float:
+        """Return the FLOPs of the forward pass of one item, whose patches are always `max_patches`."""
+        features = self.max_patches // self.patches_per_feature
+        return self.siglip.flops() + 2.0 * features * self.projector_size
+
+    @property
+    def projector_size(self) -> int:
+        """Return the elements of the projector's matrix."""
+        raise NotImplementedError
+
+    def project(self, params: Params, squares: jax.Array) -> jax.Array:
+        """Map the patches of squares [N, F, square * square, width] to features [N, F, dim]."""
+        raise NotImplementedError
+
+    def __call__(
+        self, params: Params, patches: jax.Array, positions: jax.Array, placement: Placement | None = None
+    ) -> jax.Array:
+        """Return the features of items (see models.towers.vision.Tower); all patches are there, row by row."""
+        assert patches.shape[1] == self.max_patches, (patches.shape, self.max_patches)
+        x = self.siglip(params["siglip"], centred(patches, params["siglip"]["positions"].dtype), placement)
+        N, D, across = x.shape[0], x.shape[-1], self.siglip.side // self.square
+        squares = x.reshape(N, across, self.square, across, self.square, D).swapaxes(2, 3)
+        return self.project(params["projector"], squares.reshape(N, across**2, self.square**2, D))
+
+
+def read_siglip(f: Fields, defaults: Mapping[str, Any]) -> Siglip:
+    """Return the tower that a `vision_config` describes; `defaults` are those of its config class."""
+    f.only("num_channels", CHANNELS)
+    f.only("attention_dropout", 0.0)
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    layers, dim, heads, width = (f.get(key, defaults[key]) for key in sizes)
+    if dim % heads:
+        raise UserError(
+            f"{f.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}",
+            param="num_attention_heads",
+        )
+    act = read_glu(f, "hidden_act", "gelu_pytorch_tanh").kind
+    encoder = Encoder(layers, dim, heads, width, f.get("layer_norm_eps", 1e-6), act)
+    return Siglip(encoder, *(f.get(key, defaults[key]) for key in ("image_size", "patch_size")))

@@ -31,6 +31,11 @@ class Tower(Protocol):
         ...
 
     @property
+    def min_patches(self) -> int:
+        """Return the fewest patches of an item; items of a tower with a fixed size have `max_patches`."""
+        ...
+
+    @property
     def max_patches(self) -> int:
         """Return the most patches of an item."""
         ...
@@ -69,12 +74,16 @@ class Vision:
         tower: The vision tower with its projector.
         image_token: The id of the token that a feature replaces.
         block_mask: Which layers let the tokens of an item see each other: "" (none), "sliding" or "all".
-        mrope: Whether image tokens have positions in time, height and width (see ops.rope).
+        mrope: If image tokens have positions in time, height and width, the frequencies of each (see ops.rope).
         deepstack: The language model's layers whose outputs get further features added, in order.
     """
 
     tower: Tower
     image_token: int
     block_mask: str = ""
-    mrope: bool = False
+    mrope: tuple[int, ...] = ()
     deepstack: tuple[int, ...] = ()
+
+    def masks(self, window: int | None) -> bool:
+        """Return whether layers with this sliding window let the tokens of an item see each other."""
+        return self.block_mask == "all" or (self.block_mask == "sliding" and window is not None)

@@ -38,6 +38,7 @@ def paged_attention(
     (T, N, H), K = q.shape, pages.shape[2] // 2
     slices = slices_of(T, K, decoding=ctx.kv_lens.shape[0] >= T)
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    last_seen = jnp.zeros(0, jnp.int32) if ctx.last_seen is None else ctx.last_seen
     numbers = np.asarray([scale, softcap or 0.0], np.float32)
 
     def part(i: int) -> tuple[jax.Array, jax.Array]:
@@ -45,7 +46,7 @@ def paged_attention(
         two = slices[i], slices[-1 - i]
         where = np.asarray([two[0][0], two[1][0], window or 0], np.int32)
         out = [jax.ShapeDtypeStruct((end - start, N // K, H), jnp.float32) for start, end in two]
-        given = q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits
+        given = q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits, last_seen
         front, back = jax.ffi.ffi_call(NAME, out)(*given)
         return front, back
 
@@ -106,15 +107,16 @@ def _weigh(scores, low, high, softcap, top, bits):
 
 
 @njit(nogil=True, cache=True)
-def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals, out, keys, values):
+def _walk(rows, pages, table, first, position, last, G, window, softcap, tops, totals, out, keys, values):
     """Attend a tile's rows [heads, R, H], the first at `position`, to the keys that they see; write out [heads, R, H].
 
-    The key heads start at `first`. All heads of a block are copied at once, so that memory is read in order.
+    `last` has the last position that each token sees. The key heads start at `first`. All heads of a block are copied
+    at once, so that memory is read in order.
     """
     size, (heads, R, H) = pages.shape[1], rows.shape
     scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
     bits = np.empty(BLOCK, np.int32)
-    end = position + R // G  # no key at or behind it is seen, nor written yet
+    end = last[: R // G].max() + 1  # no key at or behind it is seen, nor written yet
     earliest = max(0, position - window + 1) if window > 0 else 0
     for start in range(earliest // BLOCK * BLOCK, end, BLOCK):
         for j in range(min(BLOCK, end - start)):
@@ -131,7 +133,7 @@ def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals,
             for r in range(R):
                 at = position + r // G - start
                 low = min(BLOCK, max(0, at - window + 1)) if window > 0 else 0
-                high = max(low, min(BLOCK, at + 1))
+                high = max(low, min(BLOCK, last[r // G] - start + 1))
                 top, total = _weigh(scores[r], low, high, softcap, tops[k, r], bits)
                 shrink = np.exp(tops[k, r] - top)
                 tops[k, r], totals[k, r] = top, totals[k, r] * shrink + total
@@ -192,7 +194,7 @@ def _mix(weights, pages, table, first, start, end, out):
 
 
 @njit(nogil=True, cache=True)
-def _walk_one(rows, pages, table, first, position, window, softcap, tops, totals, out):
+def _walk_one(rows, pages, table, first, position, last, window, softcap, tops, totals, out):
     """Attend one query [heads, G, H], as _walk does.
 
     What is read once is not worth a copy, nor BLAS for so few rows.
@@ -200,8 +202,8 @@ def _walk_one(rows, pages, table, first, position, window, softcap, tops, totals
     heads, G, H = rows.shape
     scores, bits = np.empty((heads, G, BLOCK), np.float32), np.empty(BLOCK, np.int32)
     earliest = max(0, position - window + 1) if window > 0 else 0
-    for start in range(earliest, position + 1, BLOCK):
-        end = min(position + 1, start + BLOCK)
+    for start in range(earliest, last + 1, BLOCK):
+        end = min(last + 1, start + BLOCK)
         _score(rows, pages, table, first, start, end, scores)
         for k in range(heads):
             for g in range(G):
@@ -214,13 +216,14 @@ def _walk_one(rows, pages, table, first, position, window, softcap, tops, totals
 
 
 @njit(nogil=True, cache=True)
-def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, out):
+def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, last_seen, out):
     """Attend the units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each."""
     K, (_, N, H) = pages.shape[2] // 2, q.shape
     G, end = N // K, begin + out.shape[0]
     whole = begin % K == 0 and end % K == 0  # no token is shared with another slice
     tile = max(1, min(TILE, ALONE // (BLOCK * G * H))) if whole else 1
     keys, values = np.zeros((K, BLOCK, H), np.float32), np.zeros((K, BLOCK, H), np.float32)
+    seen = np.empty(tile, np.int32)
     out[:] = 0.0  # what is padding
     for seq in range(num_seqs):
         last = min(cu_q_lens[seq + 1], (end + K - 1) // K)
@@ -229,6 +232,8 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
             first, R = max(0, begin - token * K), min(tile, last - token) * G
             heads = min(K, end - token * K) - first
             rows, done = np.empty((heads, R, H), np.float32), np.zeros((heads, R, H), np.float32)
+            for i in range(R // G):
+                seen[i] = last_seen[token + i] if last_seen.shape[0] > 0 else past + token + i
             tops, totals = np.full((heads, R), EMPTY), np.zeros((heads, R), np.float32)
             for k in range(heads):
                 for r in range(R):
@@ -238,10 +243,11 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
                     for h in range(H):
                         rows[k, r, h] = q[token + r // G, n, h] * scale
             if R == G:
-                _walk_one(rows, pages, tables[seq], first, past + token, window, softcap, tops, totals, done)
+                _walk_one(rows, pages, tables[seq], first, past + token, seen[0], window, softcap, tops, totals, done)
             else:
                 _walk(
-                    rows, pages, tables[seq], first, past + token, G, window, softcap, tops, totals, done, keys, values
+                    rows, pages, tables[seq], first, past + token, seen, G, window, softcap, tops, totals, done, keys,
+                    values,
                 )  # fmt: skip
             for k in range(heads):
                 for r in range(R):
@@ -256,7 +262,7 @@ def _part(frame):
     if is_question(frame):
         return 0
     q, pages, tables = argument(frame, 0), argument(frame, 1), argument(frame, 2)
-    sinks = argument(frame, 8)
+    sinks, last_seen = argument(frame, 8), argument(frame, 9)
     T, N, H = dims(q)[0], dims(q)[1], dims(q)[2]
     P, size, heads = dims(pages)[0], dims(pages)[1], dims(pages)[2]
     S, M = dims(tables)[0], dims(tables)[1]
@@ -273,6 +279,7 @@ def _part(frame):
             carray(data(argument(frame, 5)), 1, np.int32)[0],
             where[i], where[2], numbers[0], numbers[1],
             carray(data(sinks), dims(sinks)[0], np.float32),
+            carray(data(last_seen), dims(last_seen)[0], np.int32),
             carray(data(out), (dims(out)[0], dims(out)[1], H), np.float32),
         )  # fmt: skip
     return 0

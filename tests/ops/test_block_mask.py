@@ -1,0 +1,66 @@
+"""Attention in which the tokens of an image see each other: packed, paged and on a CPU, against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dovetail.core.types import Packed, Paged
+from dovetail.ops.dispatch import choose_packed, choose_paged
+from dovetail.ops.kernels.cpu.paged import paged_attention as numba_attention
+from dovetail.ops.packed import packed_attention
+from dovetail.ops.paged import paged_attention, write_heads
+
+T, N, K, H, PAGE = 300, 4, 2, 16, 8
+IMAGES = ((5, 25), (26, 30), (120, 280))  # where each image starts and ends
+WINDOWS = [None, 9]
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+Q, KEYS, VALUES = normal(0, T, N, H), normal(1, T, K, H), normal(2, T, K, H)
+IDS, LAST = np.zeros(T, np.int32), np.arange(T, dtype=np.int32)
+for number, (start, end) in enumerate(IMAGES, 1):
+    IDS[start:end], LAST[start:end] = number, end - 1
+
+
+def expected(window: int | None) -> np.ndarray:
+    """[T, N, H] by the definition: (causal or of one image) and within the window."""
+    q, k = np.arange(T)[:, None], np.arange(T)
+    visible = (k <= q) | ((IDS[:, None] == IDS) & (IDS > 0))
+    visible &= (k > q - window) if window else True
+    keys, values = np.repeat(KEYS, N // K, axis=1), np.repeat(VALUES, N // K, axis=1)
+    scores = np.where(visible, np.einsum("qnh,knh->nqk", Q, keys) * 0.3, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nqk,knh->qnh", weights / weights.sum(-1, keepdims=True), values)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_packed(window):
+    ctx = Packed(jnp.ones((1, T), jnp.int32), image_ids=jnp.asarray(IDS[None]))
+    got = jax.jit(lambda ctx: packed_attention(Q[None], KEYS[None], VALUES[None], ctx, scale=0.3, window=window))(ctx)
+    np.testing.assert_allclose(got[0], expected(window), atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [paged_attention, numba_attention])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_paged_in_chunks_that_hold_whole_images(window, attention):
+    pages, got, want = jnp.full((40, PAGE, 2 * K, H), jnp.nan), np.zeros((T, N, H), np.float32), expected(window)
+    tables = jnp.asarray(np.random.default_rng(3).permutation(40)[None].astype(np.int32))
+    for start, end in ((0, 3), (3, 27 + 3), (30, 31), (31, 290), (290, 291), (291, T)):
+        ctx = Paged(tables, jnp.asarray([end]), jnp.asarray([0, end - start]), jnp.ones(1, jnp.int32))
+        pages = write_heads(ctx, pages, KEYS[start:end], VALUES[start:end])
+        ctx = Paged(tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, last_seen=jnp.asarray(LAST[start:end]))
+        run = jax.jit(lambda ctx, q, pages: attention(ctx, q, pages, scale=0.3, window=window))
+        got[start:end] = run(ctx, Q[start:end], pages)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_kernels_without_the_mask_are_not_chosen():
+    heads = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
+    for platform in ("cuda", "tpu"):
+        assert choose_packed(platform, heads, heads, block_mask=True) == "reference"
+        assert choose_paged(platform, heads, 8, block_mask=True) == "reference"
+    assert choose_paged("cpu", jax.ShapeDtypeStruct(heads.shape, jnp.float32), 8, block_mask=True) == "numba"
