@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.models.attention import Attention
 from dovetail.models.latent import Latent
-from dovetail.models.towers.classifier import ImageClassifier
-from dovetail.models.towers.image_text import ImageText
 from dovetail.models.towers.vision import Vision
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
+
+if TYPE_CHECKING:
+    from dovetail.models.towers.classifier import ImageClassifier
+    from dovetail.models.towers.image_text import ImageText
 
 
 @dataclass(frozen=True)

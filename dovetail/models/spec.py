@@ -55,7 +55,7 @@ def spec(cfg: ModelConfig) -> dict[str, Any]:
 
 def text_spec(cfg: ModelConfig) -> dict[str, Any]:
     """Return the tree without the vision tower, whose weights the tokens of a step do not meet."""
-    return {name: part for name, part in spec(cfg).items() if name != VISION}
+    return {name: part for name, part in spec(cfg).items() if name != VISION or cfg.images}
 
 
 class _Declare:

@@ -19,6 +19,8 @@ from dovetail.models.registry import read_model, shipped_models
 from dovetail.models.spec import spec
 from dovetail.plan.derive import derive
 from dovetail.plan.refusal import smallest
+from dovetail.train.image_settings import ImagePretrain
+from dovetail.train.pretrain import pretrain_class
 from dovetail.train.settings import Pretrain
 
 # published parameters, and for a mixture of experts those one token multiplies (its embedding is a look-up)
@@ -33,7 +35,17 @@ SIZES = {
     "mistral-7b": (7.248e9, None),
     "mixtral-8x7b": (46.7e9, 12.75e9),
     "deepseek-v3": (671.0e9, 36.6e9),
+    "tiny-vit": (0.2026e6, None),
+    "vit-s16": (22.2e6, None),
+    "vit-b16": (87.2e6, None),
+    "siglip-b16": (203.2e6, None),
 }
+
+
+def loaded(name):
+    """Return the settings of a shipped recipe, of text or of images, as the planner takes them."""
+    settings = recipe.load(name, (), pretrain_class(name))
+    return settings.for_model(read_model(settings.model)) if isinstance(settings, ImagePretrain) else settings
 
 
 def test_the_shipped_recipes():
@@ -42,18 +54,18 @@ def test_the_shipped_recipes():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_shipped_recipe_is_valid_and_short(name):
-    settings = recipe.load(name, (), Pretrain)
+    settings = loaded(name)
     specs = spec(read_model(settings.model))
     total, active = SIZES[name]
     assert num_params(specs) == pytest.approx(total, rel=0.01)
     assert active is None or matmul_flops(specs) / 2 == pytest.approx(active, rel=0.01)
     assert 10 <= len(recipe.find(name).read_text().splitlines()) <= 25
-    assert recipe.read(Pretrain, recipe.dump(settings)) == settings
+    assert recipe.read(type(settings), recipe.dump(settings)) == settings
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_it_fits_some_number_of_h200(name):
-    settings = recipe.load(name, (), Pretrain)
+    settings = loaded(name)
     cfg = read_model(settings.model)
     count = smallest(cfg, settings, CHIPS["H200"])
     assert count is not None

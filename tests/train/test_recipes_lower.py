@@ -25,9 +25,10 @@ from dovetail.models.registry import parse_config, read_model
 from dovetail.models.repeats import repeats
 from dovetail.plan.derive import Derived, derive
 from dovetail.plan.refusal import smallest
+from dovetail.train.image_objective import image_objective
 from dovetail.train.next_token import next_token
 from dovetail.train.prepare import Ready, make_ready
-from dovetail.train.settings import Pretrain
+from dovetail.train.pretrain import pretrain_class
 
 pytestmark = pytest.mark.slow
 HARDWARE = {"tpu": "v5p", "cuda": "H200"}
@@ -37,8 +38,9 @@ LAYERS = {"deepseek-v3": 5, "gemma3-4b": 12}  # three dense ones come first; fiv
 @functools.cache
 def derived(name: str, platform: str) -> tuple[ModelConfig, Derived]:
     """The recipe on the fewest chips that hold it."""
-    settings, chip = recipe.load(name, (), Pretrain), CHIPS[HARDWARE[platform]]
+    settings, chip = recipe.load(name, (), pretrain_class(name)), CHIPS[HARDWARE[platform]]
     cfg = read_model(settings.model)
+    settings = settings.for_model(cfg).for_images(1437) if cfg.images else settings  # of the digits
     count = smallest(cfg, settings, chip)
     assert count is not None
     return cfg, derive(cfg, settings, chip, count * chip.devices)
@@ -52,12 +54,16 @@ def nowhere(name: str, platform: str, layers: int | None = None) -> Ready:
     kinds = (AxisType.Auto,) * len(MESH_AXES)
     mesh = AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=device)
     placement = Placement(mesh, TRAIN)  # type: ignore[arg-type]
-    objective = next_token(plan.settings)
+    objective = (image_objective if cfg.images else next_token)(plan.settings)
     return make_ready(shallow(cfg, layers) if layers else cfg, plan, objective, placement, platform)
 
 
 def shallow(cfg: ModelConfig, layers: int) -> ModelConfig:
-    hf: dict[str, Any] = cfg.to_hf() | dict(num_hidden_layers=layers)
+    hf: dict[str, Any] = cfg.to_hf()
+    if cfg.images:
+        towers = [name for name in ("vision_config", "text_config") if name in hf]
+        return parse_config(hf | {name: hf[name] | {"num_hidden_layers": layers} for name in towers})
+    hf |= dict(num_hidden_layers=layers)
     if "layer_types" in hf:
         hf["layer_types"] = hf["layer_types"][:layers]
     return parse_config(hf)
