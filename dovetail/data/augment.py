@@ -149,7 +149,7 @@ def _cut_out(image: Image, strength: float, rng: np.random.Generator) -> Image:
     reach = strength * image.width * 40 / 224
     x, y = rng.random() * image.width, rng.random() * image.height
     image = image.copy()
-    image.paste(GREY, tuple(int(v) for v in (x - reach, y - reach, x + reach, y + reach)))
+    image.paste(GREY, (int(x - reach), int(y - reach), int(x + reach), int(y + reach)))
     return image
 
 

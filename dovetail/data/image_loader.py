@@ -15,7 +15,7 @@ from dovetail.core.fingerprint import of_sources
 from dovetail.core.types import ImageBatch
 from dovetail.data.augment import eval_image, train_image
 from dovetail.data.image_settings import ImageData
-from dovetail.data.image_source import ImageSource, open_images
+from dovetail.data.image_source import LabelledImages, open_images
 from dovetail.data.pack import key, place, ranks
 
 AHEAD = 4  # batches prepared in advance, at least
@@ -40,7 +40,7 @@ class ImageLoader:
         host_count: The number of hosts.
     """
 
-    source: ImageSource
+    source: LabelledImages
     chosen: np.ndarray
     data: ImageData
     size: int

@@ -23,7 +23,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".
 
 
 @dataclass(frozen=True, eq=False)
-class ImageSource:
+class LabelledImages:
     """Hold the images of a source."""
 
     name: str
@@ -38,7 +38,7 @@ class ImageSource:
         return len(self.labels)
 
 
-def open_images(path: str, data: ImageData) -> ImageSource:
+def open_images(path: str, data: ImageData) -> LabelledImages:
     """Return the images at a path; `data` names the columns.
 
     Raises:
@@ -62,7 +62,7 @@ def open_images(path: str, data: ImageData) -> ImageSource:
 # --- a folder per class -----------------------------------------------------------------------------------------------
 
 
-def _folder(name: str, folder: Path) -> ImageSource:
+def _folder(name: str, folder: Path) -> LabelledImages:
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     found = [
         (file, label)
@@ -77,7 +77,7 @@ def _folder(name: str, folder: Path) -> ImageSource:
         )
     files = [file for file, _ in found]
     sizes = [[str(file.relative_to(folder)), file.stat().st_size] for file in files]
-    return ImageSource(
+    return LabelledImages(
         name, lambda i: files[i].read_bytes(), lambda i: str(files[i]),
         np.asarray([label for _, label in found], np.int32), tuple(classes), fingerprint(sizes),
     )  # fmt: skip
@@ -103,7 +103,7 @@ def _pair(path: Path, data: ImageData) -> tuple[np.ndarray, np.ndarray, str]:
         return held[data.image_key], held[data.label_key], str(path)
 
 
-def _arrays(name: str, images: np.ndarray, labels: np.ndarray, where: str) -> ImageSource:
+def _arrays(name: str, images: np.ndarray, labels: np.ndarray, where: str) -> LabelledImages:
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
         raise UserError(
             f"{where}: expected images [N, H, W] or [N, H, W, C] of uint8 and N labels, got {images.shape} of "
@@ -113,13 +113,13 @@ def _arrays(name: str, images: np.ndarray, labels: np.ndarray, where: str) -> Im
     labels = labels.astype(np.int32)
     classes = tuple(str(one) for one in range(int(labels.max()) + 1))
     digest = fingerprint(images, labels, whole=images.nbytes < 1 << 28)
-    return ImageSource(name, lambda i: images[i], lambda i: f"{where} image {i}", labels, classes, digest)
+    return LabelledImages(name, lambda i: images[i], lambda i: f"{where} image {i}", labels, classes, digest)
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
 
-def _parquet(name: str, files: list[Path], data: ImageData) -> ImageSource:
+def _parquet(name: str, files: list[Path], data: ImageData) -> LabelledImages:
     """Return the rows of Parquet files, which are held in memory. Hugging Face's image columns are read as well."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -145,7 +145,7 @@ def _parquet(name: str, files: list[Path], data: ImageData) -> ImageSource:
     texts = table.column(data.text_key).to_pylist() if data.text_key in wanted else None
     classes = _class_names(schema, data.label_key) or tuple(str(one) for one in range(int(labels.max(initial=-1)) + 1))
     digest = fingerprint([[file.name, file.stat().st_size] for file in files], labels)
-    return ImageSource(name, read, lambda i: f"{name} row {i}", labels.astype(np.int32), classes, digest, texts)
+    return LabelledImages(name, read, lambda i: f"{name} row {i}", labels.astype(np.int32), classes, digest, texts)
 
 
 def _class_names(schema: Any, label_key: str) -> tuple[str, ...]:

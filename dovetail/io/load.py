@@ -192,7 +192,7 @@ def save(
     """Write a folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
     with whole_folder(Path(dst)) as folder:
         dtype = weights_dtype(params)
-        hf = cfg.to_hf() | {"dtype": dtype.name}
+        hf: dict[str, Any] = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
         if "mtp" in params:  # tells readers of the folder that layers follow the last
             (hf["text_config"] if cfg.vision else hf)["num_nextn_predict_layers"] = len(params["mtp"])

@@ -16,7 +16,7 @@ from dovetail.serve.api import anthropic, chat, completions, controls, pooling, 
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.gate import Gate, handle_errors
 from dovetail.serve.http.long_bodies import LongBodies
-from dovetail.serve.media.loader import ImageLoader, LoadsImages
+from dovetail.serve.media.loader import LoadsImages, MediaLoader
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.talk.service import Service
 
@@ -35,7 +35,7 @@ def make_app(
         config: The server's options.
         processor: Processes images for the model; None for a model that reads text only.
     """
-    images = None if processor is None else ImageLoader(processor, config)
+    images = None if processor is None else MediaLoader(processor, config)
     long = LongBodies(engine, tokenizer, config, None if images is None else images.placeholder)
 
     @asynccontextmanager

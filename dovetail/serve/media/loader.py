@@ -1,4 +1,4 @@
-"""ImageLoader: the images of a request, read from their sources and processed for the model, beside the event loop."""
+"""MediaLoader: the images of a request, read from their sources and processed for the model, beside the event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ImagePlaceholder:
 
 
 class LoadsImages(Protocol):
-    """Define the interface of an ImageLoader and its stand-in."""
+    """Define the interface of an MediaLoader and its stand-in."""
 
     placeholder: ImagePlaceholder
 
@@ -48,7 +48,7 @@ class LoadsImages(Protocol):
         ...
 
 
-class ImageLoader:
+class MediaLoader:
     """Load images of requests.
 
     Files are fetched on the event loop and decoded in threads of their own: decoding and resampling release Python's
@@ -111,7 +111,7 @@ class ImageLoader:
 
 
 class UnreadImages:
-    """Stand in for an ImageLoader where a request is checked and not answered: count the images, read none."""
+    """Stand in for an MediaLoader where a request is checked and not answered: count the images, read none."""
 
     def __init__(self, placeholder: ImagePlaceholder, config: ServerConfig):
         self.placeholder, self._max_images = placeholder, config.limits.max_images
