@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dovetail.tune.api import merge as merge
     from dovetail.tune.api import reward as reward
     from dovetail.tune.api import sft as sft
+    from dovetail.tune.draft.draft import draft as draft
     from dovetail.tune.rl.rl import rl as rl
 
 __version__ = "0.1.0"
