@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,8 @@ from dovetail.io import sandbox
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 # Names under which clients send a message's reasoning; templates read the first (gpt-oss's reads `thinking`).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Types of a part of a message's content that is an image: Hugging Face's, and OpenAI's two. Templates know the first.
+IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 class ChatTemplate:
@@ -92,25 +95,29 @@ class ChatTemplate:
         return text, spans
 
     def _names(self, messages: Any, tools: Any, add_generation_prompt: bool, kwargs: dict) -> dict[str, Any]:
+        messages = checked_messages(messages)
         return {
             "documents": None,
             **self.special_tokens,
             **{name: _plain(value, name) for name, value in kwargs.items()},
-            "messages": checked_messages(messages),
+            "messages": _in_parts(messages) if reads_parts(self.source) else messages,
             "tools": checked_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
 
     def _render_open(self, names: dict[str, Any]) -> str:
         last = names["messages"][-1]
-        if not isinstance(last.get("content"), str):
+        key, content = "content", last.get("content")
+        if isinstance(content, list) and content and "text" in content[-1]:  # a part of a message with images
+            last, key = content[-1], "text"
+        if not isinstance(last.get(key), str):
             raise UserError(
-                f"continue_final_message needs text in the last message's content, got {last.get('content')!r}",
+                f"continue_final_message needs text in the last message's content, got {content!r}",
                 param="continue_final_message",
             )
-        mark = _unused_marks(last["content"])[0]
+        mark = _unused_marks(last[key])[0]
         # The space tells whether the template trims contents; if so, the cut text must be trimmed as well.
-        last["content"] += mark + " "
+        last[key] += mark + " "
         head, found, tail = sandbox.render(self.source, names, sandbox.Rendering()).rpartition(mark)
         if not found:
             message = "continue_final_message: this chat template does not write the last message's content"
@@ -140,9 +147,56 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
         raise _wrong_message(where, "'content' or 'tool_calls'", f"keys {sorted(message)}")
     if not isinstance(content, str | list | tuple | Mapping | None):
         raise _wrong_message(where, "'content' to be text or a list of parts", type(content).__name__)
+    if isinstance(content, list | tuple):
+        message = {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
     plain = _plain(message, where)
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+
+
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
+def has_images(messages: Any) -> bool:
+    """Return whether a message has an image part; False for what `checked_messages` refuses."""
+    contents = (
+        [m.get("content") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list | tuple) else []
+    )
+    return any(is_image(part) for content in contents if isinstance(content, list | tuple) for part in content)
+
+
+def image_source(part: Mapping[str, Any]) -> Any:
+    """Return the image, URL or path that an image part brings; None if it has none."""
+    found = next((part[name] for name in (*IMAGE_PARTS[:2], "url", "path") if part.get(name) is not None), None)
+    return found.get("url") if isinstance(found, Mapping) else found
+
+
+@lru_cache(maxsize=64)
+def reads_parts(source: str) -> bool:
+    """Return whether a template leaves out a content that is text: those of some vision models read lists of parts."""
+    if "image" not in source:
+        return False
+    text = _MARKS[0]
+    try:
+        as_text, as_parts = (
+            sandbox.render(source, {"messages": messages, "tools": None, "documents": None}, sandbox.Rendering())
+            for messages in ([{"role": "user", "content": text}], _in_parts([{"role": "user", "content": text}]))
+        )
+    except UserError:  # it asks for more than this message: it is rendered as it is
+        return False
+    return text not in as_text and text in as_parts
+
+
+def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each text as a list of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _wrong_message(where: str, expected: str, got: str) -> UserError:

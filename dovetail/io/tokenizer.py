@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dovetail.core.errors import UserError
 from dovetail.io import tokenizer_files
-from dovetail.io.chat import ChatTemplate
+from dovetail.io.chat import ChatTemplate, has_images
 from dovetail.io.detokenize import Detokenizer, byte_characters, token_bytes
 from dovetail.io.fewest import Fewest
 
@@ -223,7 +223,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a prompt. No BOS is added: the template writes its own."""
+        """Return the ids of a prompt without images. No BOS is added: the template writes its own."""
+        if has_images(messages):
+            raise UserError(
+                "these messages have images, which this model or this command does not take; send text alone",
+                param="messages",
+            )
         return self.encode(self.apply_chat(messages, tools, add_generation_prompt, **kwargs), add_special=False)
 
     @property

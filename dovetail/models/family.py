@@ -287,6 +287,6 @@ class Fields:
             listed = ", ".join(f"{k}={str(self.hf[k])[:60]}" for k in sorted(left))
             raise UserError(
                 f"{self.where}: not supported: {listed}. Such a field may change the model's numbers, so it is not "
-                "ignored; remove it from config.json if you know that it does not",
+                "ignored; remove it if you know that it does not",
                 param=min(left),
             )

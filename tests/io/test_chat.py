@@ -508,7 +508,7 @@ def test_a_broken_template_names_its_line(source, naming):
         ([USER, USER, {"role": "user"}], "messages[2]"),
         ([say("assistant", None, tool_calls=[])], "messages[0]"),
         ([say("user", 3)], "messages[0]"),
-        ([say("user", [{"type": "image", "image": object()}])], "messages[0].content[0].image"),
+        ([say("user", [{"type": "sound", "sound": object()}])], "messages[0].content[0].sound"),
     ],
 )
 def test_a_wrong_message_is_named(messages, naming):
