@@ -28,12 +28,14 @@ class History:
         # not hash(): it differs from process to process for strings
         self.root = zlib.crc32(repr((seq.request.adapter, seq.request.cache_salt)).encode())
         self.index, self.tokens, self.names = seq.index, [], []
+        self.images = {span.start + i: (span.item.key, i) for span in seq.request.spans for i in range(span.count)}
         for token in seq.request.prompt:
             self.append(token)
 
     def append(self, token: int) -> None:
+        image = self.images.get(len(self.tokens))
         self.tokens.append(token)
-        self.names.append(hash((self.names[-1] if self.names else self.root, token)))
+        self.names.append(hash((self.names[-1] if self.names else self.root, token, image)))
 
     def next(self, length: int) -> int:
         return hash((self.names[length - 1], self.index)) // 7 % VOCAB
@@ -57,12 +59,17 @@ class FakeDevice:
         self.histories: dict[Sequence, History] = {}
         self.stood: dict[Sequence, tuple[int, int]] = {}  # (preemptions, tokens computed)
         self.computed_tokens = 0
+        self.features: dict[int, tuple[bytes, int]] = {}  # by row: an item's key, and which of its features
         self.right, self.random = 0.5, random.Random(0)  # how often the device's own draft tokens are right
 
     def run(self, plan: StepPlan) -> np.ndarray:
         """The tokens [steps, rows + 1]: the last column is padding, and what rows that do not sample have is noise."""
+        for item, rows in plan.encode:
+            self.features |= {row: (item.key, i) for i, row in enumerate(rows.tolist())}
+        assert all(0 <= row < self.scheduler.config.encoder_rows for row in self.features)
         for row in plan.rows:
             self._check_start(row)
+            self._check_images(row, plan)
         if plan.num_drafts:
             return self._verify(plan)
         sampled = np.full((plan.steps, len(plan.rows) + 1), EOS, np.int32)
@@ -120,6 +127,15 @@ class FakeDevice:
             assert row.start <= seq.cached_tokens or seq.preemptions, "started past what was found in the cache"
         assert seq.tokens == history.tokens[: len(seq.tokens)], f"{seq.id}: host and device differ"
         assert row.samples == (row.start + row.count - len(row.drafts) == len(history.tokens))
+
+    def _check_images(self, row, plan: StepPlan) -> None:
+        images, end = self.histories[row.seq].images, row.start + row.count
+        for at in range(row.start, end):
+            if at in images:
+                key, i = images[at]
+                assert self.features[int(plan.images[key][i])] == images[at], f"{row.seq.id} reads another image"
+        if self.scheduler.config.whole_images:
+            assert not any(span.start < end < span.end for span in row.seq.request.spans), "an image is split"
 
     def _write(self, seq: Sequence, start: int, count: int) -> None:
         names = self.histories[seq].names

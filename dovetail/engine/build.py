@@ -22,6 +22,7 @@ from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
 from dovetail.core.types import Paged, Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters, with_adapters
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
+from dovetail.engine.device.encoder import EncoderBuckets, largest_item
 from dovetail.engine.device.following import with_draft
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.device.runner import Runner
@@ -70,6 +71,7 @@ def compute_for(options: EngineOptions, params: Params) -> Compute:
 def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
     """Raise UserError for options that do not fit this model; called before its weights are read."""
     page_size_for(options, _max_len(cfg, options.max_model_len))
+    _check_images(cfg, options)
     check_adapters(cfg, options)
     open_draft_of(options, cfg)
 
@@ -101,6 +103,8 @@ def build_engine(
     config = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
         options.enable_prefix_caching, options.scheduling_policy,
+        encoder_rows=programs.encoder.rows if programs.encoder else 0,
+        whole_images=bool(cfg.vision and cfg.vision.block_mask),
     )  # fmt: skip
     runner = Runner(programs, Weights(params), pages, adapters, draft_params)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
@@ -134,9 +138,31 @@ def programs_for(
     page_size = page_size_for(options, max_len, device.platform)
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
     sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options, draft)
-    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, **sizes)
+    images = cfg.vision is not None
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, images=images, **sizes)
     platform = device.platform if absent else None
-    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft)
+    encoder = _encoder(cfg, buckets, device)
+    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder)
+
+
+def _encoder(cfg: ModelConfig, buckets: Buckets, device: Any) -> EncoderBuckets | None:
+    if cfg.vision is None:
+        return None
+    items = (1,) if device.platform == "cpu" else (1, 4, 16)  # a CPU computes several no faster than one by one
+    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items)
+
+
+def _check_images(cfg: ModelConfig, options: EngineOptions) -> None:
+    """Raise UserError if an image that must be computed in one step has more tokens than a step."""
+    tokens = options.max_num_batched_tokens
+    if tokens and cfg.vision and cfg.vision.block_mask:
+        least = largest_item(cfg.vision.tower) + options.max_num_seqs
+        if tokens < least:
+            raise UserError(
+                f"`max_num_batched_tokens` must be at least {least} with this model, because a step computes an image "
+                f"as a whole beside {options.max_num_seqs} sequences, got {tokens}",
+                param="max_num_batched_tokens",
+            )
 
 
 def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: Any) -> dict[str, Any]:
@@ -184,7 +210,7 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
     if programs.cfg.scored:  # a reward model uses no pages: the fewest that a pool may have
         return programs.buckets.max_pages
     room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
-    room -= scratch
+    room -= scratch + held_bytes(programs.features)
     if not on_cpu:
         largest = max(held_bytes(layer) for layer in programs.pages(1))
         measure = functools.partial(programs.step_memory, params)

@@ -84,7 +84,8 @@ class Engine:
         where = runner.programs.everywhere, runner.programs.history_sharding
         self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, *where)
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
-        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
+        can = dict(generates=not self.cfg.scored, vision=self.cfg.vision)
+        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, **can)
         self._max_decode_steps = max_decode_steps
         self.pace = pace or Pace(scheduler.config.max_num_batched_tokens)
         self.speculator = speculator
@@ -111,7 +112,7 @@ class Engine:
 
         Args:
             id: The request's id.
-            prompt: Text or token ids.
+            prompt: Text, token ids, or token ids with images.
             params: The sampling parameters.
             partial: For sequences that continue from earlier tokens: index -> those tokens.
             **more: See `Intake.request`.
@@ -498,7 +499,8 @@ class Engine:
             return None
         demand = self.scheduler.demand()
         most = self.scheduler.config.max_num_batched_tokens
-        return self.runner.limits(demand, min(most, max(self.pace.tokens, demand.decoding + LEAST_TOKENS)))
+        wanted = max(self.pace.tokens, demand.decoding + LEAST_TOKENS, demand.least_tokens)
+        return self.runner.limits(demand, min(most, wanted))
 
     def _launch(self, plan: StepPlan, waits: bool = True) -> LaunchedStep:
         requests = {request.id: request for request in map(_REQUEST, plan.rows)}.values()  # few, if each has many rows
@@ -517,7 +519,7 @@ class Engine:
 
     def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[OutputDelta]:
         """Commit the tokens [steps, S] that a step sampled."""
-        if self.runner.is_compiling:  # a step beside a compiler takes longer than usual
+        if self.runner.is_compiling or launched.plan.encode:  # a step beside a compiler or an encoder takes longer
             self.pace.rest()
         seconds = self.pace.fetched(launched.plan, launched.padded, bool(self._inflight))
         if launched.hidden is not None:

@@ -124,6 +124,9 @@ class EngineStats:
     compiled: int = 0  # steps whose compilation has started; those read from disk do not count
     compile_seconds: float = 0.0  # of finished compilations; several may run at a time
     speculation: SpeculationCounts | None = None  # None: the engine does not speculate
+    encoded_items: int = 0  # images, or tiles of images, that the vision tower has computed
+    encoder_hits: int = 0  # those whose features were still there when a step needed them
+    encoder_rows: int = 0  # rows of the encoder's buffer that hold features now
 
     @property
     def pages_share(self) -> float:

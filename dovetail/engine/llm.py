@@ -28,12 +28,14 @@ from dovetail.engine.build import build_engine, check_model, compute_for, placem
 from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.request.images import ImageReader, has_images
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams, renamed_attribute
 from dovetail.engine.spec.draft_weights import with_own_draft
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
@@ -44,6 +46,7 @@ from dovetail.models.spec import spec
 
 log = logging.getLogger(__name__)
 Tools = Many[Mapping[str, Any]] | None
+ImageInput = Mapping[str, Any]  # a prompt with images, with vLLM's keys
 
 
 _Keywords = ParamSpec("_Keywords")
@@ -85,6 +88,7 @@ class LLM:
         log.info("reading the weights of %s", model)
         loaded = _load(model, options, placement, progress)
         self._begin(*loaded, options, placement, progress, start)
+        self._images = ImageReader(model, self.config.vision, self.tokenizer)
 
     @classmethod
     def from_weights(
@@ -94,6 +98,7 @@ class LLM:
         options: EngineOptions = EngineOptions(),
         tokenizer: Tokenizer | None = None,
         *,
+        processor: ImageProcessor | None = None,
         progress: Progress | None = None,
         devices: Many[Any] = (),
     ) -> LLM:
@@ -105,6 +110,7 @@ class LLM:
                 They are copied, so that a train step may donate its own.
             options: The engine's options.
             tokenizer: The model's, if it has one.
+            processor: The model's, if it sees images and prompts have them otherwise than as ImagePrompts.
             progress: See LLM.
             devices: The devices to use; by default jax's first.
         """
@@ -114,6 +120,7 @@ class LLM:
         published = publish(params, config, compute_for(options, params).dtype, placement)
         llm = cls.__new__(cls)
         llm._begin(config, published, tokenizer, options, placement, progress, start)
+        llm._images = ImageReader(None, config.vision, tokenizer, processor)
         return llm
 
     def _begin(
@@ -166,7 +173,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Many[Prompt],
+        prompts: Prompt | ImageInput | Many[Prompt | ImageInput],
         sampling_params: SamplingParams | Many[SamplingParams] | None = None,
         progress: bool | None = None,
         adapter: str | Many[str | None] | None = None,
@@ -174,7 +181,9 @@ class LLM:
         """Generate completions of one or many prompts.
 
         Args:
-            prompts: Text or token ids, or a list of them.
+            prompts: Text or token ids, or a list of them. A prompt with images is an ImagePrompt, or a dict with vLLM's
+                keys: `{"prompt": text, "multi_modal_data": {"image": images}}`, where the text (or
+                `prompt_token_ids`) has the model's placeholder for each image.
             sampling_params: For all prompts, or one per prompt.
             progress: Whether to show a bar; by default for more than 8 prompts.
             adapter: The name of a loaded adapter, or one name per prompt (None: the base model).
@@ -185,7 +194,7 @@ class LLM:
         Raises:
             RequestError: If a prompt or parameter is refused; then nothing is generated.
         """
-        many = as_many(prompts)
+        many = [self._with_images(each) for each in as_many(prompts)]
         if sampling_params is None or not isinstance(sampling_params, Many):
             sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(many)
         adapters = self._adapters_for(adapter, len(many))
@@ -225,7 +234,9 @@ class LLM:
         """Generate the next message of one or many conversations.
 
         Args:
-            messages: A list of messages (dicts with role and content), or a list of such lists.
+            messages: A list of messages (dicts with role and content), or a list of such lists. A content may be a list
+                of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}` with a PIL image, an array,
+                bytes or a path, and OpenAI's `{"type": "image_url", ...}` with a data: URL.
             sampling_params: For all conversations, or one per conversation.
             tools: Tools in OpenAI's format, for the chat template.
             adapter: See `generate`. An adapter whose folder has a chat template uses that one.
@@ -244,7 +255,7 @@ class LLM:
             )
         many = [messages] if one else messages
         adapters = self._adapters_for(adapter, len(many))
-        prompts = [self._chat_tokens(*each, tools, template) for each in zip(many, adapters, strict=True)]
+        prompts = [self._chat_prompt(*each, tools, template) for each in zip(many, adapters, strict=True)]
         outputs = self.generate(prompts, sampling_params, adapter=adapter)
         return outputs[0] if one else outputs
 
@@ -287,7 +298,7 @@ class LLM:
         if holds_messages(prompts):
             many: Any = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
             whole = {"add_generation_prompt": False, **template}
-            tokens = [self._chat_tokens(each, None, tools, whole) for each in many]
+            tokens = [self.engine.intake.encode(self._chat_prompt(each, None, tools, whole)) for each in many]
         elif tools or template:
             raise RequestError("`tools` and template variables require conversations, got texts or token ids")
         else:
@@ -295,19 +306,19 @@ class LLM:
         return np.asarray(self._embedder.score(tokens), np.float32)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, adapter: str | None = None
+        self, prompt: Prompt | ImageInput, sampling_params: SamplingParams | None = None, adapter: str | None = None
     ) -> Iterator[OutputDelta]:
         """Yield the deltas of one prompt as its tokens come; leaving the loop early aborts the request.
 
         Args:
-            prompt: Text or token ids.
+            prompt: Text, token ids, or a prompt with images (see `generate`).
             sampling_params: The sampling parameters.
             adapter: The name of a loaded adapter.
 
         Raises:
             RequestError: If the prompt or a parameter is refused.
         """
-        one = as_many(prompt)
+        one = [self._with_images(each) for each in as_many(prompt)]
         if len(one) != 1:
             raise RequestError(f"stream takes one prompt, got {len(one)}", param="prompt")
         (id,) = self._add(one, [sampling_params or SamplingParams()], [adapter])
@@ -424,7 +435,10 @@ class LLM:
             raise RequestError(f"expected one `adapter` per prompt, got {len(adapters)} for {count}", param="adapter")
         return adapters
 
-    def _chat_tokens(self, messages: Conversation, adapter: str | None, tools: Tools, template: Any) -> list[int]:
+    def _with_images(self, prompt: Prompt | ImageInput) -> Prompt:
+        return self._images.prompt(prompt) if isinstance(prompt, Mapping) else prompt
+
+    def _chat_prompt(self, messages: Conversation, adapter: str | None, tools: Tools, template: Any) -> Prompt:
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer and so no chat template: use generate with token ids")
         folder = self._adapter_folders.get(adapter) if adapter else None
@@ -435,6 +449,8 @@ class LLM:
                 "the model's chat template does not read tools: pass a `chat_template` that does", param="tools"
             )
         try:
+            if has_images(messages):
+                return self._images.chat(tokenizer, messages, tools, template)
             return tokenizer.encode_chat(messages, tools, **template)
         except UserError as error:
             raise RequestError(str(error), param=error.param, code=error.code) from None

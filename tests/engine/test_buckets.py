@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from dovetail.core.errors import UserError
@@ -24,6 +25,11 @@ SIZES = {
     "a CPU": Buckets(
         256, 8192, 512, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=1024, halves=False,
         few_hidden=False,
+    ),
+    "a GPU with images": Buckets(512, 16384, 512, images=True),
+    "a CPU with images": Buckets(
+        64, 2048, 128, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=1024, halves=False,
+        few_hidden=False, images=True,
     ),
     "one step": Buckets(64, 2048, 128, max_decode_steps=1),
 }  # fmt: skip
@@ -51,12 +57,19 @@ def test_every_plan_has_a_shape_that_was_compiled(name):
         assert shape.is_decode == given.is_decode and (shape.is_decode or shape.sampler in compiled)
         scored = buckets.shape_for(given, keeps_hidden=True)
         assert scored in compiled and scored.tokens >= given.num_tokens and scored.rows >= rows
+        if buckets.images:
+            given.images = {b"key": np.zeros(1, np.int32)}
+            seeing = buckets.shape_for(given)
+            assert seeing in compiled and seeing.images and seeing.sampler in compiled
+            assert seeing.tokens >= given.num_tokens and seeing.rows >= rows
+            assert buckets.shape_for(given, keeps_hidden=True) == scored and scored.images
 
 
 def test_a_start_compiles_few_programs():
     """Each takes seconds to compile, and the first start waits for all of them."""
     assert len(SIZES["an 8B model on an H200"].usual()) == 31
     assert len(SIZES["a GPU"].usual()) == 40
+    assert len(SIZES["a GPU with images"].usual()) == 55
 
 
 def test_a_dispatch_is_no_longer_than_a_new_request_may_wait():

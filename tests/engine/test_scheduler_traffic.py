@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from fake_device import EOS, Driver, check_invariants, expected, make, sequences
 from hypothesis import HealthCheck, settings
@@ -12,8 +13,14 @@ from refusals import refuses
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.sequence import Status
 from dovetail.engine.schedule.plan import UNKNOWN
+from dovetail.io.images.item import ImageItem, ImageSpan
 
 pytestmark = pytest.mark.slow
+LARGEST = 6  # image tokens of an item
+
+
+def item(key: int, count: int) -> ImageItem:
+    return ImageItem(np.zeros((count, 0), np.uint8), np.zeros((count, 2), np.int32), (1, count), bytes([key, count]))
 
 
 def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
@@ -46,13 +53,17 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5), budget=st.integers(1, 24), pages=st.integers(3, 20), size=st.integers(1, 4),
         max_model_len=st.integers(8, 40), caching=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]),
         max_decode_steps=st.sampled_from([1, 4]), ahead=st.integers(0, 2), prompts_first=st.booleans(),
+        encoder_rows=st.integers(LARGEST, 3 * LARGEST), whole_images=st.booleans(),
     )  # fmt: skip
     def start(
-        self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, max_decode_steps, ahead, prompts_first
-    ):
+        self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, max_decode_steps, ahead,
+        prompts_first, encoder_rows, whole_images,
+    ):  # fmt: skip
+        budget = max(budget, LARGEST + max_num_seqs) if whole_images else budget
         self.scheduler = make(
             max_num_seqs, budget, pages, size, max_model_len,
             enable_prefix_caching=caching, policy=policy, max_decode_steps=max_decode_steps,
+            encoder_rows=encoder_rows, whole_images=whole_images,
         )  # fmt: skip
         self.driver = Driver(self.scheduler, ahead, prompts_first)
         self.seqs, self.count, self.random = [], 0, random.Random(budget)
@@ -61,15 +72,19 @@ class Traffic(RuleBasedStateMachine):
         base=st.integers(0, 1), shared=st.integers(0, 16), own=st.integers(0, 6), n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.sampled_from([1, 3, 10, None]), ignore_eos=st.booleans(), priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "s"]), adapter=st.sampled_from([None, None, "a"]), single=st.booleans(),
-        by_token=st.booleans(),
+        by_token=st.booleans(), images=st.lists(st.tuples(st.integers(1, 3), st.integers(1, LARGEST)), max_size=3),
     )  # fmt: skip
-    def arrive(self, base, shared, own, n, max_tokens, ignore_eos, priority, salt, adapter, single, by_token):
+    def arrive(self, base, shared, own, n, max_tokens, ignore_eos, priority, salt, adapter, single, by_token, images):
         self.count += 1
-        prompt = [base] * shared + [2 + self.count % 20] * own or [1]
+        prompt, spans = [base] * shared, []
+        for key, count in images:
+            spans.append(ImageSpan(len(prompt), item(key, count)))
+            prompt += [1] * count
+        prompt = prompt + [2 + self.count % 20] * own or [1]
         cfg = self.scheduler.config
         seqs = sequences(
             str(self.count), prompt, n, max_tokens, ignore_eos,
-            arrival=float(self.count), priority=priority, cache_salt=salt, adapter=adapter,
+            arrival=float(self.count), priority=priority, cache_salt=salt, adapter=adapter, spans=tuple(spans),
         )  # fmt: skip
         fits = len(prompt) < cfg.max_model_len and len(prompt) <= cfg.num_pages * cfg.page_size
         for seq in seqs:

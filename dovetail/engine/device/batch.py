@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import UNKNOWN, PlanRow, StepPlan
 from dovetail.ops.sample import SampleInputs
 
@@ -38,6 +37,7 @@ class Shape:
     steps: int = 1  # device steps of a decode dispatch
     keeps_hidden: bool = False  # whether the final hidden states of every token are an output too
     drafts: int = 0  # most draft tokens per row of a verify step, which then has rows * (1 + drafts) tokens
+    images: bool = False  # whether features may replace the embeddings of its tokens
 
     @property
     def is_decode(self) -> bool:
@@ -55,15 +55,17 @@ class Shape:
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     @property
-    def _kind(self) -> tuple[bool, int, bool, bool]:
-        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0
+    def _kind(self) -> tuple[bool, int, bool, bool, bool]:
+        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0, self.images
 
     def can_run(self, other: Shape) -> bool:
         """Return whether a step with prompts of this shape can compute what the other does, in one step.
 
         It also computes rows of one token, and hidden states that were not requested are dropped.
         """
-        if not self.is_prompts or other.steps > 1 or other.drafts or self.keeps_hidden < other.keeps_hidden:
+        if not self.is_prompts or other.steps > 1 or other.drafts:
+            return False
+        if self.keeps_hidden < other.keeps_hidden or self.images < other.images:
             return False
         return self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
@@ -81,7 +83,7 @@ class Shape:
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of the vector's parts, in the order of StepArrays."""
         T, S, U = self.tokens, self.rows, self.new_pages
-        return T, S, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U
+        return T, S, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U, *((T, T) if self.images else ())
 
     @property
     def size(self) -> int:
@@ -103,6 +105,9 @@ class StepArrays:
     num_seqs: jax.Array  # [1]
     numbers: jax.Array  # [NUMBERS, S] as bits
     new_pages: jax.Array  # [3, U] slot, position in its table, page; unused entries have the padding's slot
+    # with images
+    index: jax.Array | None = None  # [T] the row of the features that replaces a token's embedding; -1: none
+    last_seen: jax.Array | None = None  # [T] the last position of an image token's item; 0 elsewhere
 
 
 def sample_inputs(numbers: jax.Array, arrays: dict[str, jax.Array]) -> SampleInputs:
@@ -114,7 +119,7 @@ def sample_inputs(numbers: jax.Array, arrays: dict[str, jax.Array]) -> SampleInp
 def unpack(flat: jax.Array, shape: Shape) -> StepArrays:
     """Split a step's vector into its parts, on the device."""
     parts: Any = jnp.split(flat, list(np.cumsum(shape.sizes)[:-1]))
-    parts[-2:] = parts[-2].reshape(len(NUMBERS), shape.rows), parts[-1].reshape(3, shape.new_pages)
+    parts[7:9] = parts[7].reshape(len(NUMBERS), shape.rows), parts[8].reshape(3, shape.new_pages)
     return StepArrays(*parts)
 
 
@@ -127,7 +132,7 @@ class Packer:
 
     def forget(self) -> None:
         """Send all pages again: the device's table was lost."""
-        self._holder: list[Sequence | None] = [None] * self._trash
+        self._holder = [0] * self._trash  # the number of the sequence that took the slot
         self._preemptions = [0] * self._trash  # of the holder, when it took the slot
         self._sent = [0] * self._trash
         self._adapter = np.zeros(self._trash, np.int32)  # the number of the holder's adapter
@@ -137,7 +142,7 @@ class Packer:
         n = len(plan.rows)
         flat = np.zeros(shape.size, np.int32)
         parts = np.split(flat, np.cumsum(shape.sizes)[:-1])
-        tokens, kv_lens, slots, adapters, samples, cu, num_seqs, numbers, new_pages = parts
+        tokens, kv_lens, slots, adapters, samples, cu, num_seqs, numbers, new_pages, *images = parts
         known, ends, end = [], [], 0
         for row in plan.rows:
             known += _tokens(row)
@@ -151,6 +156,8 @@ class Packer:
             part[:] = np.asarray(getattr(inputs, name)).view(np.int32)
         too_many = self._add_pages(plan, new_pages.reshape(3, -1))
         adapters[:n] = self._adapter[slots[:n]]
+        if images:
+            _add_images(plan, *images)
         return flat, too_many
 
     def _add_pages(self, plan: StepPlan, new_pages: np.ndarray) -> list[tuple[int, list]]:
@@ -158,8 +165,8 @@ class Packer:
         for row in plan.rows:
             seq = row.seq
             slot, want = _slot(row), len(seq.pages)
-            if self._holder[slot] is not seq or self._preemptions[slot] != seq.preemptions:
-                self._holder[slot], self._preemptions[slot], self._sent[slot] = seq, seq.preemptions, 0
+            if self._holder[slot] != seq.number or self._preemptions[slot] != seq.preemptions:
+                self._holder[slot], self._preemptions[slot], self._sent[slot] = seq.number, seq.preemptions, 0
                 adapter = seq.request.adapter
                 self._adapter[slot] = adapter.number if adapter else 0
             have = self._sent[slot]
@@ -174,6 +181,20 @@ class Packer:
         new_pages[0] = self._trash
         new_pages[:, : len(slots)] = slots, places, pages
         return too_many
+
+
+def _add_images(plan: StepPlan, index: np.ndarray, last_seen: np.ndarray) -> None:
+    """Fill the parts of a vector that only steps with images have (see StepArrays)."""
+    index[:], offset = -1, 0
+    for row in plan.rows:
+        end = row.start + row.count
+        for span in row.seq.request.spans if row.start < row.seq.images_end else ():
+            first, last = max(span.start, row.start), min(span.end, end)
+            if first < last:
+                here = slice(offset + first - row.start, offset + last - row.start)
+                index[here] = plan.images[span.item.key][first - span.start : last - span.start]
+                last_seen[here] = span.end - 1
+        offset += row.count
 
 
 def _slot(row: PlanRow) -> int:
@@ -219,6 +240,7 @@ class Buckets:
     least_tokens: int = 128  # of a step with prompts: fewer cost little more than reading the weights, except on a CPU
     halves: bool = True  # whether there are sizes between the doublings for the shortest and the longest steps
     few_hidden: bool = True  # two shapes for all steps that keep hidden states, or as many as for others (on a CPU)
+    images: bool = False  # whether the model sees images; steps with images and hidden states have shapes of their own
     drafts: tuple[int, ...] = ()  # draft tokens per row of verify steps, in ascending order; empty: no speculation
     tokens_a_row: int = 16  # tokens per row of a step with prompts from which its rows cost little
 
@@ -226,9 +248,9 @@ class Buckets:
         """Return the shape that a plan is padded to."""
         if plan.num_drafts:
             return self.verify(len(plan.rows), plan.num_drafts)
-        if plan.is_decode and not keeps_hidden:
+        if plan.is_decode and not keeps_hidden and not plan.images:
             return self.decode(len(plan.rows), plan.steps)
-        return self.mixed(plan.num_tokens, len(plan.rows), keeps_hidden)
+        return self.mixed(plan.num_tokens, len(plan.rows), keeps_hidden, bool(plan.images))
 
     def decode(self, rows: int, steps: int = 1) -> Shape:
         """Return the shape of a decode step."""
@@ -240,15 +262,16 @@ class Buckets:
         rows, drafts = _up(rows, self._decode_rows()), _up(drafts, [*self.drafts])
         return Shape(rows * (1 + drafts), rows, self.max_pages, drafts=drafts)
 
-    def mixed(self, tokens: int, rows: int, keeps_hidden: bool = False) -> Shape:
+    def mixed(self, tokens: int, rows: int, keeps_hidden: bool = False, images: bool = False) -> Shape:
         """Return the shape of a step with prompts."""
         if keeps_hidden and self.few_hidden:
             tokens = _up(max(tokens, self.max_rows + 1), self._hidden_tokens())
-            return Shape(tokens, self.max_rows, self.max_pages, keeps_hidden=True)
+            return Shape(tokens, self.max_rows, self.max_pages, keeps_hidden=True, images=self.images)
         rows = _up(rows, self._mixed_rows())
         if _up(tokens, self._tokens(rows)) > self._most_tokens(rows):
             rows = self.max_rows
-        return Shape(_up(tokens, self._tokens(rows)), rows, self.max_pages, keeps_hidden=keeps_hidden)
+        images = images or (keeps_hidden and self.images)
+        return Shape(_up(tokens, self._tokens(rows)), rows, self.max_pages, keeps_hidden=keeps_hidden, images=images)
 
     def largest(self) -> Shape:
         """Return the shape of the largest step."""
@@ -262,9 +285,11 @@ class Buckets:
         for rows in self._mixed_rows():
             own = [Shape(n, rows, pages) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
             shapes += [*own, own[0].sampler]
-            shapes += [replace(shape, keeps_hidden=True) for shape in own if not self.few_hidden]
+            shapes += [replace(shape, images=True) for shape in own if self.images]
+            shapes += [replace(shape, keeps_hidden=True, images=self.images) for shape in own if not self.few_hidden]
         if self.few_hidden:
-            shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
+            whole = Shape(0, self.max_rows, pages, keeps_hidden=True, images=self.images)
+            shapes += [replace(whole, tokens=tokens) for tokens in self._hidden_tokens()]
         return sorted(shapes, key=lambda shape: -shape.tokens)
 
     def first(self) -> list[Shape]:

@@ -26,6 +26,7 @@ from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import NOTE
 from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
+from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape, feature_width, run_encoder
 from dovetail.engine.device.following import abstract_followed
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
@@ -34,10 +35,12 @@ from dovetail.io.compiled import compile_program, has_program, load_program, pro
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
 from dovetail.models.draft.draft import DraftModel
+from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.serve_memory import sampler_bytes
 
 log = logging.getLogger(__name__)
+ProgramShape = Shape | EncoderShape
 MOST_PADDING = 4  # a program with up to this many times a step's tokens is used while the step's own is compiled
 
 
@@ -62,7 +65,7 @@ class Compilations:
 class StepProgram(NamedTuple):
     """Hold the program of one shape."""
 
-    shape: Shape
+    shape: ProgramShape
     function: Any  # jitted
     abstract: tuple  # its arguments, as ShapeDtypeStruct
     static: dict[str, Any]
@@ -87,10 +90,13 @@ class StepProgram(NamedTuple):
     def title(self) -> str:
         """Return a description for the log."""
         shape = self.shape
+        if isinstance(shape, EncoderShape):
+            return f"the encoder of {shape.items} x {shape.patches} patches"
         if not shape.tokens:
             return f"the sampler of {shape.rows} rows"
         times = f" x {shape.steps}" if shape.steps > 1 else f" with {shape.drafts} drafts" if shape.drafts else ""
-        return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}"
+        images = " with images" if shape.images else ""
+        return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}{images}"
 
     def load_or_compile(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
         """Read it from disk if it was kept, else compile and keep it.
@@ -125,6 +131,7 @@ class Programs:
     placement: Placement | None = None
     absent: Any = None  # the device to compile for, or the mesh's first, if it is not here
     draft: DraftModel | None = None
+    encoder: EncoderBuckets | None = None  # None: the model does not see images
 
     @property
     def everywhere(self) -> Any:
@@ -152,6 +159,14 @@ class Programs:
         """Return the abstract arrays of the draft model's state."""
         return abstract_followed(self.draft, self.buckets.max_rows, self.compute.dtype, self.everywhere)
 
+    @property
+    def features(self) -> Any:
+        """Return the abstract buffer of the features of images; None if the model does not see images."""
+        if self.encoder is None or self.cfg.vision is None:
+            return None
+        width = feature_width(self.cfg.dim, self.cfg.vision.deepstack)
+        return self._array((self.encoder.rows, width), self.compute.dtype)
+
     def pages(self, count: int) -> Any:
         """Return the abstract arrays of a pool of `count` pages, the model's and then the draft model's.
 
@@ -162,8 +177,10 @@ class Programs:
         with self.device_kind():
             return self._abstract(sum((abstract_cache(layers, n, *shape) for layers, n in kinds), ()))
 
-    def of(self, shape: Shape, params: Any, cache: Any) -> StepProgram:
+    def of(self, shape: ProgramShape, params: Any, cache: Any) -> StepProgram:
         """Return the program of a shape with these weights and pages, which may be abstract."""
+        if isinstance(shape, EncoderShape):
+            return self._encode(shape, params)
         array, slots = self._array, self.buckets.max_rows + 1
         params, cache = self._abstract(params), self._abstract(cache)
         last, tables = array((slots,)), array((slots, self.buckets.max_pages))
@@ -179,9 +196,20 @@ class Programs:
             run = run_verify if shape.drafts else run_decode
             state = DeviceState(cache, last, tables, history, self.followed)
             return StepProgram(shape, run, (params, state, flat, self._asked(shape)), static, options)
-        return StepProgram(shape, run_prompts, (params, cache, tables, last, flat, self.followed), static, options)
+        inputs = params, cache, tables, last, flat, self.followed
+        return StepProgram(shape, run_prompts, (*inputs, self.features) if shape.images else inputs, static, options)
 
-    def compile(self, shape: Shape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
+    def _encode(self, shape: EncoderShape, params: Any) -> StepProgram:
+        assert self.cfg.vision is not None
+        tower, N, P = self.cfg.vision.tower, shape.items, shape.patches
+        patches, positions = self._array((N, P, tower.patch_dim), jnp.uint8), self._array((N, P, 2))
+        rows = self._array((N, P // tower.patches_per_feature))
+        inputs = self._abstract(params[VISION]), self.features, patches, positions, rows
+        static: dict[str, Any] = dict(tower=tower, compute=self.compute, platform=self.platform)
+        options = compile_options(self.platform, N * P)
+        return StepProgram(shape, run_encoder, inputs, static | dict(placement=self.placement), options)
+
+    def compile(self, shape: ProgramShape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
         """Return the compiled step with `pages` pages, from disk if it was kept.
 
         For absent devices nothing is kept, and `more` are further options of their compiler.
@@ -193,10 +221,17 @@ class Programs:
             return program.compile(more)
 
     def step_memory(self, params: Any, pages: int) -> int:
-        """Return the bytes that the largest step needs beside weights and pages, with the sampler's tables."""
-        found = self.compile(self.buckets.largest(), params, pages).memory_analysis()
-        compiled = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        """Return the bytes that the largest step needs beside weights and pages, with the sampler's tables.
+
+        The encoder runs between steps, so that its largest call counts if it needs more than the step.
+        """
+        largest: list[ProgramShape] = [self.buckets.largest(), *([self.encoder.largest()] if self.encoder else [])]
+        compiled = max(self._beside(shape, params, pages) for shape in largest)
         return int(compiled + sampler_bytes(self.buckets.max_rows, self.cfg.vocab))
+
+    def _beside(self, shape: ProgramShape, params: Any, pages: int) -> int:
+        found = self.compile(shape, params, pages).memory_analysis()
+        return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
     def device_kind(self) -> Any:
         """Return a context for one absent device, in which kernels can ask which TPU it is."""
@@ -236,10 +271,10 @@ class CompiledSteps:
         devices: The devices to run on.
     """
 
-    def __init__(self, program: Callable[[Shape], StepProgram], devices: list[Any]):
+    def __init__(self, program: Callable[[ProgramShape], StepProgram], devices: list[Any]):
         # weak: a runner that is dropped frees its device memory at once, not at the next garbage collection
         self._program, self._devices = weakref.WeakMethod(program), devices
-        self._futures: dict[Shape, Future] = {}
+        self._futures: dict[ProgramShape, Future] = {}
         self._lock = threading.Lock()
         self.compilations = Compilations()
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
@@ -247,23 +282,23 @@ class CompiledSteps:
     def __len__(self) -> int:
         return len(self._futures)
 
-    def __call__(self, shape: Shape) -> Callable:
+    def __call__(self, shape: ProgramShape) -> Callable:
         """Return the compiled step of a shape, waiting for its compiler if needed."""
         return self.later(shape).result()
 
-    def later(self, shape: Shape, ahead: bool = False) -> Future:
+    def later(self, shape: ProgramShape, ahead: bool = False) -> Future:
         """Return a future of the compiled step; `ahead`: no request waits for it yet."""
         with self._lock:
             if shape not in self._futures:
                 self._futures[shape] = self._pool.submit(self._get, shape, ahead)
             return self._futures[shape]
 
-    def _get(self, shape: Shape, ahead: bool) -> Any:
+    def _get(self, shape: ProgramShape, ahead: bool) -> Any:
         program = self._program()
         assert program is not None, "its runner is gone"
         return program(shape).load_or_compile(self._devices, ahead, self.compilations)
 
-    def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
+    def all(self, shapes: Iterable[ProgramShape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile or load all of these, and wait for them."""
         futures = [self.later(shape, ahead=True) for shape in dict.fromkeys(shapes)]
         for done, future in enumerate(as_completed(futures), 1):
@@ -271,7 +306,7 @@ class CompiledSteps:
             if progress:
                 progress("compiling steps", done, len(futures))
 
-    def load(self, shapes: Iterable[Shape]) -> None:
+    def load(self, shapes: Iterable[ProgramShape]) -> None:
         """Load those of these that an earlier start kept."""
         program = self._program()
         assert program is not None, "its runner is gone"
@@ -301,17 +336,18 @@ class CompiledSteps:
 
     def ready(self) -> list[Shape]:
         """Return the shapes that can be run now."""
-        return [shape for shape in list(self._futures) if shape.tokens and self.is_ready(shape)]
+        steps = [shape for shape in list(self._futures) if isinstance(shape, Shape) and shape.tokens]
+        return [shape for shape in steps if self.is_ready(shape)]
 
-    def is_ready(self, shape: Shape) -> bool:
-        """Return whether a step of this shape can be run now."""
+    def is_ready(self, shape: ProgramShape) -> bool:
+        """Return whether a program of this shape can be run now."""
         futures = [self._futures.get(part) for part in self._parts(shape)]
         return all(future is not None and future.done() and future.exception() is None for future in futures)
 
     @staticmethod
-    def _parts(shape: Shape) -> tuple[Shape, ...]:
+    def _parts(shape: ProgramShape) -> tuple[ProgramShape, ...]:
         """Return the programs of a step: one with prompts is followed by its sampler."""
-        return (shape, shape.sampler) if shape.is_prompts else (shape,)
+        return (shape, shape.sampler) if isinstance(shape, Shape) and shape.is_prompts else (shape,)
 
     @property
     def busy(self) -> bool:
@@ -333,9 +369,10 @@ def limits_of(demand: StepDemand, budget: int, wanted: Shape, ready: list[Shape]
     if demand.prompts:
         most_tokens = max(budget, MOST_PADDING * wanted.tokens)
         fit = [s for s in ready if s.is_prompts and s.keeps_hidden == demand.scores and s.tokens <= most_tokens]
+        fit = [s for s in fit if s.images >= demand.images]
         if any(s.holds(wanted) for s in fit):
             return StepLimits(budget, demand.rows, demand.prompts)
-        if some := [s for s in fit if s.rows > demand.decoding]:
+        if some := [s for s in fit if s.rows > demand.decoding and s.tokens >= demand.least_tokens]:
             largest = max(some, key=lambda s: (s.tokens, s.rows))
             return StepLimits(min(budget, largest.tokens), largest.rows, largest.rows - demand.decoding)
     rows = max((s.rows for s in ready if s.steps == 1 and not s.drafts), default=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,15 @@ import numpy as np
 from dovetail.core.types import Cache, Params, Weights
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
+from dovetail.engine.device.encoder import Encoded, EncoderShape, pack_items
 from dovetail.engine.device.following import Followed, with_draft
-from dovetail.engine.device.programs import CompiledSteps, Programs, StepProgram, limits_of
+from dovetail.engine.device.programs import CompiledSteps, Programs, ProgramShape, StepProgram, limits_of
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
 from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import Gain, PlanRow, StepDemand, StepLimits, StepPlan
+from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of the step that is used while others are not compiled yet
@@ -127,10 +130,14 @@ def _score_row(launched: LaunchedStep, row: PlanRow, first: int, score: Score) -
 
 
 def prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-    """Return one entry per prompt token, if requested; the first is None because nothing precedes it."""
+    """Return one entry per prompt token, if requested.
+
+    The first is None because nothing precedes it, and those of image tokens are: the model does not predict images.
+    """
     if seq.request.params.prompt_logprobs is None:
         return None
-    return tuple(seq.prompt_logprobs.get(i) for i in range(seq.prompt_len))
+    images = {i for span in seq.request.spans for i in range(span.start, span.end)}
+    return tuple(None if i in images else seq.prompt_logprobs.get(i) for i in range(seq.prompt_len))
 
 
 def _tops(top: list[np.ndarray], count: int) -> list[Top]:
@@ -162,6 +169,7 @@ class Runner:
     def _allocate(self) -> None:
         self.cache: Cache | None = zeros_of(self.programs.pages(self.num_pages))
         self.followed: Followed | None = zeros_of(self.programs.followed)
+        self.features: jax.Array | None = zeros_of(self.programs.features)  # of images: see device.encoder
         slots = self.buckets.max_rows + 1
         self.last = jnp.zeros(slots, jnp.int32, device=self.programs.everywhere)
         self.tables = jnp.zeros((slots, self.buckets.max_pages), jnp.int32, device=self.programs.everywhere)
@@ -180,14 +188,33 @@ class Runner:
 
     def renew(self) -> None:
         """Allocate pages and last tokens again if a step that failed has consumed the donated ones."""
-        if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables, self.followed))):
+        state = self.cache, self.last, self.tables, self.followed, self.features
+        if any(array.is_deleted() for array in jax.tree.leaves(state)):
             self._allocate()
 
     # --- launching ----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, sampler: Sampler, keeps_hidden: bool = False, waits: bool = True) -> LaunchedStep:
         """Launch a plan; `waits`: see CompiledSteps.nearest."""
-        return self._launch(plan, self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden), waits), sampler)
+        waited = self._encode(plan.encode)
+        shape = self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden), waits)
+        launched = self._launch(plan, shape, sampler)
+        launched.waited |= waited
+        return launched
+
+    def _encode(self, items: Many[Encoded]) -> bool:
+        """Launch the encoder for these items; return whether this waited for a compiler."""
+        waited = False
+        for shape, few in self.programs.encoder.calls(items) if self.programs.encoder else ():
+            waited |= not self.is_warm and not self.steps.is_ready(shape)
+            self._run_encoder(shape, few)
+        return waited
+
+    def _run_encoder(self, shape: EncoderShape, items: list[Encoded]) -> None:
+        assert self.cfg.vision is not None and self.features is not None
+        encode = self.steps(shape)  # first: it may fail, and the buffer is donated
+        inputs = pack_items(shape, items, self.cfg.vision.tower, nowhere=self.features.shape[0])
+        self.features = encode(self.params[VISION], self.features, *inputs)
 
     def _launch(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> LaunchedStep:
         inputs = sampler.inputs(plan, shape.rows, shape.drafts)
@@ -210,7 +237,8 @@ class Runner:
 
     def _prompts(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are donated
-        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat, self.followed)
+        images = (self.features,) if shape.images else ()
+        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat, self.followed, *images)
         self.cache, self.tables, self.followed = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
         return out._replace(hidden=hidden)
@@ -238,7 +266,7 @@ class Runner:
             return StepLimits(budget, most, most)
         tokens = min(budget, demand.decoding + demand.tokens)
         decode = self.buckets.decode(demand.decoding)
-        wanted = self.buckets.mixed(tokens, demand.rows, demand.scores) if demand.prompts else decode
+        wanted = self.buckets.mixed(tokens, demand.rows, demand.scores, demand.images) if demand.prompts else decode
         if self.steps.is_ready(wanted):
             return StepLimits(budget, most, most)
         self.steps.have(wanted)
@@ -264,12 +292,14 @@ class Runner:
         What CUDA sets up when a program first runs would delay the first requests (by 0.7 s for one of them on an
         H200).
         """
-        shapes = self.buckets.usual()
-        self.steps.all(shapes, progress)
+        shapes, encoders = self.buckets.usual(), self.programs.encoder.usual() if self.programs.encoder else []
+        self.steps.all([*encoders, *shapes], progress)
+        for shape in encoders:
+            self._run_encoder(shape, [])
         for shape in shapes:
             if shape.tokens:
                 self._launch(StepPlan([]), shape, sampler)
-        jax.block_until_ready(self.last)
+        jax.block_until_ready((self.last, self.features))
         self.is_warm = True
 
     def prepare(self, sampler: Sampler, tokens: int, progress: Callable[[str, int, int], None] | None = None) -> float:
@@ -302,8 +332,8 @@ class Runner:
         """Return whether a step is being compiled."""
         return not self.is_warm and self.steps.busy
 
-    def _program(self, shape: Shape) -> StepProgram:
-        if shape.keeps_hidden:  # on the compiling thread, so that the loop does not wait for this one either
+    def _program(self, shape: ProgramShape) -> StepProgram:
+        if isinstance(shape, Shape) and shape.keeps_hidden:  # here, so that the loop does not wait for this one either
             self._compile_score()
         return self.programs.of(shape, self.params, self.cache)
 
@@ -328,14 +358,15 @@ class Asleep:
 
 
 def put_to_sleep(runner: Runner, level: int) -> Asleep:
-    """Free the pages, and move the weights to the host or drop them; no step may be in flight.
+    """Free pages and features, and move the weights to the host or drop them; no step may be in flight.
 
     The runner keeps both as abstract arrays, so that steps can be compiled meanwhile.
     """
     weights = runner.weights
     host = jax.device_get(weights.params) if level == 1 and not is_abstract(weights.params) else None
-    pages, runner.cache = runner.cache, abstract_of(runner.cache)
-    for array in jax.tree.leaves(pages):
+    freed = runner.cache, runner.features
+    runner.cache, runner.features = abstract_of(freed)
+    for array in jax.tree.leaves(freed):
         array.delete()  # at once, whatever else refers to it
     draft, runner.draft = jax.device_get(runner.draft), abstract_of(runner.draft)
     drop_weights(runner)
@@ -348,13 +379,13 @@ def drop_weights(runner: Runner) -> None:
 
 
 def wake_up(runner: Runner, asleep: Asleep) -> None:
-    """Allocate empty pages, and move the weights back from the host unless new ones have come meanwhile."""
+    """Allocate pages and features, and move the weights back from the host unless new ones have come meanwhile."""
     weights, params = runner.weights, runner.weights.params
     runner.draft = _placed(asleep.draft, runner.draft)
     if asleep.host is not None and is_abstract(params):
         params = _placed(asleep.host, params)
     runner.weights = Weights(params, weights.version)
-    runner.cache = zeros_of(runner.cache)
+    runner.cache, runner.features = zeros_of((runner.cache, runner.features))
 
 
 def _placed(host: Any, like: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement, constrain
-from dovetail.core.types import Cache, Paged, Params
+from dovetail.core.types import Cache, Embeds, Paged, Params
 from dovetail.engine.device.batch import Shape, StepArrays, sample_inputs, unpack
 from dovetail.engine.device.following import Followed, follow, propose
 from dovetail.engine.request.params import MAX_LOGPROBS
@@ -247,6 +247,7 @@ def run_prompts(
     last: jax.Array,
     flat: jax.Array,
     followed: Followed | None,
+    features: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     shape: Shape,
@@ -255,7 +256,9 @@ def run_prompts(
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array, Followed | None]]:
-    """Run a step over a ragged batch up to its logits; the arguments are those of `run_decode`.
+    """Run a step over a ragged batch up to its logits; the arguments are those of `run_decode`, and `features`.
+
+    `features` [rows, width] is the encoder's buffer (see device.encoder), which only a step with images reads.
 
     Sampling is a program of its own (`run_sampler`), compiled once per number of rows instead of also per number of
     tokens.
@@ -271,10 +274,15 @@ def run_prompts(
     tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     params = choose(params, batch.adapters[row])
+    embeds, masked = None, ctx
+    if features is not None and batch.index is not None:
+        embeds = Embeds(features, batch.index)
+        if cfg.vision and cfg.vision.block_mask:
+            masked = replace(ctx, last_seen=jnp.maximum(positions, batch.last_seen))
     with compute.products(platform):
         every = shape.keeps_hidden or any(tap >= len(cfg.layers) - 1 for tap in _taps(draft))
         wanted = None if every else ends  # of a prompt, only its last token
-        hidden, new_cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, wanted, _taps(draft))
+        hidden, new_cache, seen = tapped(params, cfg, tokens, positions, masked, cache, wanted, _taps(draft), embeds)
         logits = unembed(params, cfg, hidden[ends] if every else hidden)
         if draft is not None:
             assert new_cache is not None and followed is not None

@@ -22,9 +22,11 @@ from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request
 from dovetail.engine.schedule.scheduler import SchedulerConfig
+from dovetail.io.images.item import ImageItem, ImagePrompt, ImageSpan
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.towers.vision import Vision
 
-Prompt = str | Many[int]
+Prompt = str | Many[int] | ImagePrompt
 Conversation = Many[Mapping[str, Any]]  # its messages
 
 
@@ -38,6 +40,7 @@ class Intake:
         seed: Seed of the seeds that requests without one get, in the order they come; None: random at each start.
         adapters: The loaded LoRA adapters.
         generates: Whether the model generates tokens. A reward model does not, and every request is refused.
+        vision: How the model sees images; None: images are refused.
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class Intake:
         seed: int | None,
         adapters: Adapters,
         generates: bool = True,
+        vision: Vision | None = None,
     ):
         self._config, self._sampler, self._tokenizer, self._adapters = config, sampler, tokenizer, adapters
-        self._rng, self._generates = np.random.default_rng(seed), generates
+        self._rng, self._generates, self._vision = np.random.default_rng(seed), generates, vision
 
     def request(
         self,
@@ -68,7 +72,7 @@ class Intake:
 
         Args:
             id: The request's id.
-            prompt: Text or token ids.
+            prompt: Text, token ids, or token ids with images.
             params: The sampling parameters.
             priority: The lowest goes first, if the engine schedules by priority.
             adapter: The name of a loaded adapter; None: the base model.
@@ -82,8 +86,10 @@ class Intake:
         if not self._generates:
             raise RequestError("a reward model does not generate text: use LLM.score or the server's /score")
         self._check_call(id, priority, cache_salt, arrival)
-        tokens = self.encode(prompt)
+        spans = prompt.spans if isinstance(prompt, ImagePrompt) else ()
+        tokens = self.encode(prompt.tokens if isinstance(prompt, ImagePrompt) else prompt)
         self.check_tokens(tokens)
+        self._check_images(tokens, spans)
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"`sampling_params` must be SamplingParams(...), got {params!r}", param="sampling_params"
@@ -95,7 +101,7 @@ class Intake:
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
         arrival = time.monotonic() if arrival is None else arrival
         found = None if adapter is None else self._adapters.find(adapter)
-        return Request(id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text, sampling)
+        return Request(id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text, sampling, spans)
 
     def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):
@@ -115,6 +121,40 @@ class Intake:
                 param="priority",
             )
 
+    def _check_images(self, tokens: list[int], spans: tuple[ImageSpan, ...]) -> None:
+        if self._vision is None:
+            if spans:
+                raise RequestError("the model does not see images: use one with a vision tower", param="images")
+            return
+        token, end = self._vision.image_token, 0
+        for span in spans:
+            self._check_item(span.item, span.count)
+            if span.start < end or tokens[span.start : span.end] != [token] * span.count:
+                raise RequestError(
+                    f"`images` must have spans in order, each with image tokens ({token}) alone, got one from "
+                    f"{span.start} to {span.end}",
+                    param="images",
+                )
+            end = span.end
+        count, wanted = tokens.count(token), sum(span.count for span in spans)
+        if count != wanted:
+            raise RequestError(
+                f"`prompt` must have one image token ({token}) for each of the {wanted} features of its images, got "
+                f"{count}",
+                param="images",
+            )
+
+    def _check_item(self, item: ImageItem, count: int) -> None:
+        assert self._vision is not None
+        tower, shape = self._vision.tower, item.patches.shape
+        fits = len(shape) == 2 and shape[1] == tower.patch_dim and item.positions.shape == (shape[0], 2)
+        if not fits or shape[0] > tower.max_patches or shape[0] // tower.patches_per_feature != count:
+            raise RequestError(
+                f"an item of `images` must have at most {tower.max_patches} patches of {tower.patch_dim} numbers, "
+                f"{tower.patches_per_feature} for each image token, got {list(shape)} for {count} tokens",
+                param="images",
+            )
+
     def _check_params(self, params: SamplingParams, prompt: int, text: bool) -> None:
         if prompt + params.min_tokens > self._config.max_model_len:
             raise RequestError(
@@ -126,7 +166,9 @@ class Intake:
             raise RequestError("`stop` requires a tokenizer, and the model has none: use stop_token_ids", param="stop")
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return a prompt as token ids."""
+        """Return a prompt without images as token ids."""
+        if isinstance(prompt, ImagePrompt):
+            raise RequestError("only requests that generate text take images", param="images")
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("the model has no tokenizer: give the prompt as token ids", param="prompt")
@@ -162,8 +204,8 @@ class Intake:
 
 
 def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
-    """Return one prompt (text or token ids), or many, as a list."""
-    if isinstance(prompts, str | bytes):
+    """Return one prompt (text, token ids, or token ids with images), or many, as a list."""
+    if isinstance(prompts, str | bytes | ImagePrompt | Mapping):
         return [prompts]
     if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
         raise RequestError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from dovetail.engine.grammar import Grammar, Matcher
 from dovetail.engine.request.logprobs import Scores, TokenLogprob
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.text import OutputText
+from dovetail.io.images.item import ImageSpan
 
 # The numbers of SampleInputs that stay the same from a sequence's first token to its last.
 FIXED = (
@@ -102,6 +104,7 @@ class Request:
     seed: int = 0  # params.seed, or one drawn when the request arrived
     text: bool = True  # False: the caller detokenizes, and looks for `params.stop` itself
     sampling: SamplingPlan | None = None  # made from `params`; None: the sampler makes it with the first sequence
+    spans: tuple[ImageSpan, ...] = ()  # of its images, in order
 
 
 @dataclass(slots=True)
@@ -150,6 +153,10 @@ class Sequence:
     by_token: bool = False  # more than EOS and length can stop it, so each token is checked (see Stops)
     error: str | None = None  # why the engine ended it, such as a grammar that allows no further token
     limit: int = 0  # most tokens including the prompt; set by the scheduler
+    images_end: int = 0  # the position after its last image token; 0 without images
+    number: int = field(
+        default_factory=itertools.count(1).__next__
+    )  # unique; the runner remembers this and not the images
     times: Times = field(init=False)
     rank: tuple = ()  # its position in the scheduler's order: priority, arrival, order of adding
 
@@ -157,6 +164,8 @@ class Sequence:
         self.times = Times(self.request.arrival)
         if not self.tokens:
             self.tokens = list(self.request.prompt)
+        if self.request.spans:
+            self.images_end = self.request.spans[-1].end
         if self.request.params.logprobs is not None:
             self.scores = []
 

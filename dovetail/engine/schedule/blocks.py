@@ -14,15 +14,25 @@ from hashlib import sha256
 from struct import Struct
 
 from dovetail.engine.request.sequence import Sequence
+from dovetail.io.images.item import ImageSpan
 
 
-def page_hash(parent: bytes, tokens: Seq[int]) -> bytes:
-    """Return H_i = sha256(H_{i-1}, tokens of page i).
+def page_hash(parent: bytes, tokens: Seq[int], images: bytes = b"") -> bytes:
+    """Return H_i = sha256(H_{i-1}, tokens of page i, images of page i).
 
     A page's hash covers everything before it, because its keys and values depend on all of it. What applies to the
-    whole chain (adapter, salt) is in the root.
+    whole chain (adapter, salt) is in the root. `images` is the result of `image_keys`.
     """
-    return sha256(parent + _packer(len(tokens))(*tokens)).digest()
+    return sha256(parent + _packer(len(tokens))(*tokens) + images).digest()
+
+
+def image_keys(spans: Iterable[ImageSpan], start: int, end: int) -> bytes:
+    """Return the keys of the items with image tokens from position `start` to `end`, each with its first position.
+
+    Image tokens of all images are equal; what they stand for is in the key.
+    """
+    found = [span for span in spans if span.start < end and span.end > start]
+    return b"".join(_packer(2)(span.start - start, len(span.item.key)) + span.item.key for span in found)
 
 
 @functools.cache
@@ -166,8 +176,9 @@ class BlockPool:
         """Extend `seq.block_hashes` to its known tokens; for lookups they run ahead of what is registered."""
         size, hashes, tokens = self.page_size, seq.block_hashes, seq.tokens
         for i in range(len(hashes), self._hashable(seq, len(tokens)) // size):
-            parent = hashes[i - 1] if i else self._root_of(seq)
-            hashes.append(page_hash(parent, tokens[i * size : (i + 1) * size]))
+            parent, start, end = hashes[i - 1] if i else self._root_of(seq), i * size, (i + 1) * size
+            images = image_keys(seq.request.spans, start, end) if start < seq.images_end else b""
+            hashes.append(page_hash(parent, tokens[start:end], images))
 
     def _hashable(self, seq: Sequence, upto: int) -> int:
         """Return how many tokens may be shared: without prefix caching, the prompt among the n of a request."""

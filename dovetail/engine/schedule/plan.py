@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from dovetail.engine.request.sequence import Sequence
+from dovetail.io.images.item import ImageItem
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled, or a draft model's
 REJECTED = -1  # in place of a token that was sampled after a rejected draft token
@@ -40,6 +44,8 @@ class StepPlan:
     steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
     requested: int = 0  # draft tokens per row that were requested for it
+    images: Mapping[bytes, np.ndarray] = field(default_factory=dict)  # rows of the features of its items, by key
+    encode: Many[tuple[ImageItem, np.ndarray]] = ()  # the items to encode first, and the rows of their features
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -72,11 +78,18 @@ class StepDemand(NamedTuple):
     prompts: int = 0  # sequences with more than one token to compute
     tokens: int = 0  # of those
     scores: bool = False  # some of them request prompt log-probabilities, which only some programs compute
+    images: bool = False  # some of them have image tokens to compute
+    least: int = 0  # tokens that one of them must compute in one step: an image with a block mask
 
     @property
     def rows(self) -> int:
         """Return the rows of the step."""
         return self.decoding + self.prompts
+
+    @property
+    def least_tokens(self) -> int:
+        """Return the tokens that a step must have room for; a row leaves a token for each that comes after it."""
+        return self.rows + self.least if self.least else 0
 
 
 Drafts = Mapping[Sequence, tuple[int, ...]]  # draft tokens by sequence

@@ -7,6 +7,7 @@ Steps are planned ahead of their results: `schedule()` for step N+1 may be calle
 moves `computed` and `pending` itself, and `commit` turns pending tokens into known ones. The rules for the caller:
 - every plan is run, in the order the plans were made (the device then writes and reads pages in that order);
 - the runner reads a plan (pages, slots) before the next call to the scheduler changes them;
+- the items of images that a plan names are encoded before its step;
 - plans are committed in order. One thread calls all of this.
 """
 
@@ -26,6 +27,7 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.request.sequence import Sequence, Status, Stops
 from dovetail.engine.schedule.blocks import BlockPool
+from dovetail.engine.schedule.encoder_cache import EncoderCache
 from dovetail.engine.schedule.plan import REJECTED, UNKNOWN, Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
 
 _RANK = attrgetter("rank")
@@ -44,6 +46,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_decode_steps: int = 1  # most device steps of a plan
+    encoder_rows: int = 0  # of the buffer for features of images; 0: the model does not see images
+    whole_images: bool = False  # whether the image tokens of an item are computed in one step (a block mask)
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_decode_steps"):
@@ -91,6 +95,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.pool = BlockPool(config.num_pages, config.page_size, config.enable_prefix_caching)
+        self.encoder = EncoderCache(config.encoder_rows)
         self.running: list[Sequence] = []  # both lists are in the order of rank
         self.waiting: list[Sequence] = []
         self.preemptions = self.prompt_tokens = 0
@@ -184,6 +189,7 @@ class Scheduler:
         limits = limits or StepLimits(self.config.max_num_batched_tokens, most, most)
         rows: list[PlanRow] = []
         before = self.preemptions
+        self.encoder.begin()
         only_prompts = prompts_first and self._prompts_fill_a_step()
         left, stalled = self._schedule_running(rows, limits, only_prompts, drafts)
         # While running sequences are short of pages none is admitted: it would be the next one to be preempted.
@@ -193,6 +199,8 @@ class Scheduler:
             return self.schedule(max_steps) if prompts_first else None
         plan = StepPlan(rows, preempted=self._preempted)
         self._preempted = []
+        if self.config.encoder_rows:
+            plan.images, plan.encode = self.encoder.take()
         if max_steps is None:
             max_steps = self.config.max_decode_steps
         if max_steps > 1 and must_wait and not admitted:
@@ -212,12 +220,20 @@ class Scheduler:
     def demand(self) -> StepDemand:
         """Return what a step without limits would take; sequences that wait for their last token count as decoding."""
         gaps = [(seq, len(seq.tokens) + seq.pending - seq.computed) for seq in self.running]
-        prompts = [(seq, gap) for seq, gap in gaps if gap > 1]
+        prompts = [(seq, gap) for seq, gap in gaps if gap > 1 or seq.computed < seq.images_end]
         coming = [(seq, len(seq.tokens)) for seq in self.waiting[: len(self._free_slots)]]
         prompts += coming
         scores = any(seq.request.params.prompt_logprobs is not None for seq, _ in prompts)
         decoding = len(gaps) + len(coming) - len(prompts)
-        return StepDemand(decoding, len(prompts), sum(gap for _, gap in prompts), scores)
+        images = [seq for seq, _ in prompts if seq.computed < seq.images_end]
+        least = max(map(self._whole_image, images), default=0) if self.config.whole_images else 0
+        return StepDemand(decoding, len(prompts), sum(gap for _, gap in prompts), scores, bool(images), least)
+
+    @staticmethod
+    def _whole_image(seq: Sequence) -> int:
+        """Return the tokens that the next image of a sequence leaves to compute."""
+        span = next(span for span in seq.request.spans if span.end > seq.computed)
+        return span.end - max(span.start, seq.computed)
 
     def _schedule_running(
         self, rows: list[PlanRow], limits: StepLimits, only_prompts: bool, drafts: Drafts | None
@@ -253,6 +269,9 @@ class Scheduler:
                 count += len(drafted)
             if count > budget or len(rows) == most:
                 return StepLimits(0, 0, 0), True
+            if start < seq.images_end and not (count := self._count_with_images(seq, start, count)):
+                stalled = True
+                continue
             end = start + count
             if end > len(seq.pages) * size and not self._grow(seq, end):
                 stalled = True
@@ -273,6 +292,21 @@ class Scheduler:
         """Return whether a draft model may go on from tokens of a step in flight, however many of them are accepted."""
         drafted = drafts.get(seq, ()) if drafts else ()
         return drafted[:1] == (UNKNOWN,) and seq.computed + len(drafted) + 2 <= seq.limit
+
+    def _count_with_images(self, seq: Sequence, start: int, count: int) -> int:
+        """Hold the images of `count` tokens from `start` on; return how many of these tokens the step can compute.
+
+        They end before an image that does not fit the encoder's buffer beside the step's other images, and before one
+        that they would split although its tokens see each other.
+        """
+        for span in seq.request.spans:
+            if span.start >= start + count:
+                break
+            if span.end > start:
+                is_split = self.config.whole_images and span.end > start + count
+                if is_split or not self.encoder.hold(span.item, span.count):
+                    return max(0, span.start - start)
+        return count
 
     def _register(self, seq: Sequence, before: int, after: int) -> None:
         """Register pages that filled when the known and computed tokens grew from `before` to `after`.
@@ -338,13 +372,15 @@ class Scheduler:
             seq = self.waiting[0]
             if budget == 0 or admitted == most or seq.pending:
                 return admitted, False
-            cached = self._take_pages(seq, budget)
-            if cached is None:
+            chunk = self._take_pages(seq, budget)
+            if chunk is None:
                 break
+            cached, end = chunk
+            if end == cached:  # its image must wait for the next step
+                return admitted, False
             insort(self.running, self.waiting.pop(0), key=_RANK)
             seq.status, seq.slot = Status.RUNNING, heapq.heappop(self._free_slots)
             known = len(seq.tokens)
-            end = min(known, cached + budget)
             rows.append(PlanRow(seq, cached, end - cached, end == known))
             seq.computed, seq.pending = end, int(end == known)
             self._register(seq, cached, end)
@@ -352,8 +388,12 @@ class Scheduler:
             admitted += 1
         return admitted, True
 
-    def _take_pages(self, seq: Sequence, budget: int) -> int | None:
-        """Give a sequence pages for its first chunk; return its cached tokens, or None if there is no room."""
+    def _take_pages(self, seq: Sequence, budget: int) -> tuple[int, int] | None:
+        """Give a sequence pages for its first chunk; return where the chunk begins and ends, or None without room.
+
+        The chunk begins after the cached tokens. It is empty, and the sequence gets no pages, if it would begin with an
+        image that cannot be computed in this step.
+        """
         pool, size, known = self.pool, self.config.page_size, len(seq.tokens)
         if self._blocked == (seq, pool.releases):
             return None  # only a release makes room: a long prompt is not looked up at every step
@@ -364,16 +404,21 @@ class Scheduler:
         if -(-known // size) - len(hits) > room:
             self._blocked = (seq, pool.releases)
             return None
-        pool.acquire(hits)  # first: allocate might evict them
         cached = len(hits) * size
-        pages = pool.allocate(-(-min(known, cached + budget) // size) - len(hits))
+        end = min(known, cached + budget)
+        if cached < seq.images_end:
+            end = cached + self._count_with_images(seq, cached, end - cached)
+            if end == cached:
+                return cached, end
+        pool.acquire(hits)  # first: allocate might evict them
+        pages = pool.allocate(-(-end // size) - len(hits))
         assert pages is not None, "a sequence alone fits the pool"
         seq.pages = hits + pages
         if seq.preemptions == 0:  # a preempted sequence that finds its own pages is not a cache hit
             seq.cached_tokens, seq.times.scheduled = min(cached, seq.prompt_len), time.monotonic()
             self.prompt_tokens += known
             pool.count_lookup(known, cached)
-        return cached
+        return cached, end
 
     def _more_steps(self, rows: list[PlanRow], more: int) -> int:
         """Return how many device steps the plan takes beyond the first, and reserve the pages for them.
@@ -469,8 +514,9 @@ class Scheduler:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Make all cached prefixes unfindable, for new weights."""
+        """Make all cached prefixes and features of images unfindable, for new weights."""
         self.pool.reset_prefix_cache()
+        self.encoder.clear()
         self._blocked = None
         for seq in self.waiting:
             seq.block_hashes = []  # of the old epoch; computed again when the sequence is looked up
@@ -482,4 +528,5 @@ class Scheduler:
         return EngineStats(
             len(running), len(self.waiting), pool.num_used, pool.num_cached, pool.num_pages, pool.waste(unfilled),
             self.preemptions, self.prompt_tokens, pool.query_tokens, pool.hit_tokens,
+            encoded_items=self.encoder.encoded, encoder_hits=self.encoder.hits, encoder_rows=self.encoder.num_used,
         )  # fmt: skip

@@ -135,6 +135,11 @@ class SiglipTower:
         return self.square**2
 
     @property
+    def min_patches(self) -> int:
+        """Return the patches of an item."""
+        return self.max_patches
+
+    @property
     def max_patches(self) -> int:
         """Return the patches of an item."""
         return self.siglip.max_patches

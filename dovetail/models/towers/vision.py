@@ -31,6 +31,11 @@ class Tower(Protocol):
         ...
 
     @property
+    def min_patches(self) -> int:
+        """Return the fewest patches of an item; items of a tower with a fixed size have `max_patches`."""
+        ...
+
+    @property
     def max_patches(self) -> int:
         """Return the most patches of an item."""
         ...
