@@ -143,7 +143,7 @@ class ExampleEncoder:
         return found if self._processor is None else [self._with_images(document, side) for document in found]
 
     def _with_images(self, document: MaskedTokens, side: ChatExample | TextExample) -> MaskedTokens:
-        """Return the document with its images, which may be the first of the conversation's; none of them is trained."""
+        """Return the document with its images, all or the first of the conversation's, whose tokens are not trained."""
         assert self._processor is not None
         images = () if isinstance(side, TextExample) else side.images
         is_image = document.tokens == self._processor.image_id

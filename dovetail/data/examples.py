@@ -121,7 +121,7 @@ def _with_images(found: Example | None, fields: _Fields, kind: str) -> Example |
     given = fields.get("images")
     images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     chats = [side for side in found.sides if isinstance(side, ChatExample)] if found else []
-    if found is None or not images and not any(count_images(chat.messages) for chat in chats):
+    if found is None or not (images or any(count_images(chat.messages) for chat in chats)):
         return found
     if kind != "sft":
         raise UserError(f"the record has images: {TEXT_ONLY}", param="data.path", code="no_images")
@@ -131,9 +131,8 @@ def _with_images(found: Example | None, fields: _Fields, kind: str) -> Example |
             raise UserError("a record of plain text cannot have images; give messages, or prompt and completion")
         side = ChatExample([say("user", side.prompt), say("assistant", side.completion)], first=1)
     messages, sources = place_images(side.messages, images)
-    return replace(
-        found, sides=(replace(side, messages=[dict(message) for message in messages], images=tuple(sources)),)
-    )
+    side = replace(side, messages=[dict(message) for message in messages], images=tuple(sources))
+    return replace(found, sides=(side,))
 
 
 def _hint(record: Record, forms: Sequence[tuple[str, ...]]) -> str:

@@ -99,11 +99,12 @@ def _parts(parts: Any, where: str) -> str | list[dict[str, Any]]:
     """Return the text of parts that are all text; else the parts, texts as dicts."""
     if not any(map(is_image, parts)):
         return _flat(parts, where)
-    text = [None if is_image(part) else _flat([part], f"{where}[{i}]") for i, part in enumerate(parts)]
-    given = [
-        {key: value for key, value in part.items() if value is not None} if is_image(part) else None for part in parts
+    return [
+        {key: value for key, value in part.items() if value is not None}
+        if is_image(part)
+        else {"type": "text", "text": _flat([part], f"{where}[{i}]")}
+        for i, part in enumerate(parts)
     ]
-    return [image or {"type": "text", "text": own} for image, own in zip(given, text, strict=True)]
 
 
 def _flat(parts: Any, where: str) -> str:

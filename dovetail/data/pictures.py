@@ -178,12 +178,9 @@ class PictureRows:
         for b, own in enumerate(files):
             found = [item for file in own for item in self._items(file)]
             for m, item in enumerate(found):
-                count = len(item.patches)
-                pixels[b, m, :count], positions[b, m, :count], positions[b, m, count:] = (
-                    item.patches,
-                    item.positions,
-                    -1,
-                )
+                positions[b, m] = -1
+                pixels[b, m, : len(item.patches)] = item.patches
+                positions[b, m, : len(item.patches)] = item.positions
             index[b, batch.tokens[b] == self.processor.image_id] = self._index(found)
         flat = {PATCHES: pixels.reshape(B, M, -1), POSITIONS: positions.reshape(B, M, -1), INDEX: index}
         return replace(batch, columns={**batch.columns, **flat})

@@ -31,6 +31,7 @@ from dovetail.core.types import Packed, Params
 from dovetail.core.units import format_bytes, format_count
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
 from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
+from dovetail.io.images.processor import copy_processor
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -183,6 +184,7 @@ def convert(
         if special_tokens:
             cfg, params, tokenizer = add_special_tokens(cfg, params, tokenizer, special_tokens)
     save(dst, cfg, params, tokenizer, max_shard_bytes)
+    copy_processor(path, dst)
     return dst
 
 
