@@ -229,6 +229,7 @@ class _Writer:
 
     def __exit__(self, *raised: Any) -> None:
         self._files.close()
+        self._pictures.close()
 
     def add(self, document: MaskedTokens, label: float, margin: float) -> None:
         """Write one document."""

@@ -120,9 +120,13 @@ class PictureWriter:
             self._items.append(picture.items)
             self._patches.append(picture.patches)
 
+    def close(self) -> None:
+        """Close the file."""
+        self._files.close()
+
     def finish(self) -> None:
         """Close the file, and write where each image is."""
-        self._files.close()
+        self.close()
         if self._out is not None:
             first, offsets = (np.concatenate([[0], np.cumsum(x)]) for x in (self._counts, self._sizes))
             items, patches = np.asarray(self._items), np.asarray(self._patches)
