@@ -267,7 +267,7 @@ def _write(
     bad = BadRecords(settings.skip_bad_records, name)
     room = length * OWN_SHARE[0] // OWN_SHARE[1] if kind == "unpaired" else length
     with _Writer(folder, vocab_size) as out:
-        for found, documents in _read(records, encoder, settings, keys, kind, room, counts, bad, _folder_of(name)):
+        for found, documents in _read(records, encoder, settings, keys, kind, room, counts, bad, folder_of(name)):
             out.add_units(counts["kept"], len(documents) // len(found.sides))
             for document in documents:
                 out.add(document, -1.0 if found.label is False else 1.0, found.margin)
@@ -313,7 +313,7 @@ def _read(
         yield found, documents
 
 
-def _folder_of(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Return the folder that relative paths in a source's records start from."""
     path = Path("." if name == FROM_PROGRAM else name).expanduser()
     return path if path.is_dir() else path.parent

@@ -25,8 +25,8 @@ from dovetail.data.example_rows import ExampleLoader, open_examples
 from dovetail.data.example_store import ExampleStats
 from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import resolve
-from dovetail.io.images.processor import ImageProcessor, has_processor, read_processor
-from dovetail.io.load import config_of, open_checkpoint
+from dovetail.io.images.processor import ImageProcessor
+from dovetail.io.load import config_of, find_processor, open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.decoder import greedy
 from dovetail.models.towers.vision import Tower
@@ -211,10 +211,9 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
 
 def vision_of(settings: Tuning) -> tuple[ImageProcessor, Tower] | None:
     """Return the model's image processor and vision tower; None where images are not trained on."""
-    vision, folder = config_of(settings.model).vision, resolve(settings.weights)
-    if vision is None or not settings.takes_images or not has_processor(folder):
-        return None
-    return read_processor(folder, vision, tokenizer_of(settings)), vision.tower
+    vision = config_of(settings.model).vision if settings.takes_images else None
+    processor = find_processor(settings.weights, tokenizer_of(settings)) if vision else None
+    return (processor, vision.tower) if vision and processor else None
 
 
 @dataclass(frozen=True)

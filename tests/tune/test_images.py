@@ -36,6 +36,7 @@ from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.images.decode import as_image
 from dovetail.io.images.processor import read_processor
 from dovetail.io.load import load
+from dovetail.models.lora import Lora, lora_spec
 from dovetail.train.objective import StepContext
 from dovetail.tune.settings import Sft
 from dovetail.tune.sft import sft_objective
@@ -268,9 +269,9 @@ def colours() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory) -> Any:
-    """All weights, 40 steps: the colour of a picture is all that tells the answers apart."""
+    """All weights, 24 steps: the colour of a picture is all that tells the answers apart."""
     at = tmp_path_factory.mktemp("trained")
-    return dt.sft(model=str(folder), data=colours(), steps=40, run_dir=at / "run", **RUN)
+    return dt.sft(model=str(folder), data=colours(), steps=24, run_dir=at / "run", **RUN)
 
 
 def test_it_learns_colours(trained):
