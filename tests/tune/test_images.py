@@ -114,7 +114,7 @@ def vision_of(folder: Path):
 
 def rows_of(folder: Path, records: list, **how: Any):
     model, processor = vision_of(folder)
-    given = dict(length=256, batch=2, kind="sft", vision=(processor, model.config.vision.tower)) | how
+    given: Any = dict(length=256, batch=2, kind="sft", vision=(processor, model.config.vision.tower)) | how
     return open_examples(TuningData(), tokenizer=model.tokenizer, records=records, **given)[0]
 
 
@@ -320,7 +320,7 @@ def test_targets_of_adapters(folder):
 def test_adapters_are_peft_s(folder, tmp_path):
     """Adapters of all three parts: PEFT, a merged folder and a resumed run have the same; the rest stays as it was."""
     targets = ["all-linear", "modality_projection.proj", "fc1"]
-    how = dict(model=str(folder), data=colours(), lora={"r": 4, "lora_alpha": 8.0, "target_modules": targets}, **RUN)
+    how: Any = dict(model=str(folder), data=colours(), lora={"r": 4, "lora_alpha": 8.0, "target_modules": targets}, **RUN)
     straight = dt.sft(steps=4, run_dir=tmp_path / "straight", **how)
     dt.sft(steps=2, run_dir=tmp_path / "resumed", **how)
     resumed = dt.sft(steps=4, run_dir=tmp_path / "resumed", **how)
