@@ -74,7 +74,8 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
         saved.append("score")
     tensors, ranks = tensors | outer, ranks | outer_ranks
     if vision := vision_family_of(cfg):
-        tensors, ranks = ({_their_name(name, vision): x for name, x in given.items()} for given in (tensors, ranks))
+        tensors = {_their_name(name, vision): value for name, value in tensors.items()}
+        ranks = {_their_name(module, vision): rank for module, rank in ranks.items()}
     tensors = {f"{PREFIX}{name}": np.ascontiguousarray(value) for name, value in tensors.items()}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
     tied = cfg.tied and bool(outer)

@@ -106,7 +106,7 @@ TALK = {
 PLAIN = {"prompt": "hello", "completion": " you"}
 
 
-def vision_of(folder: Path):
+def vision_of(folder: Path) -> tuple[Any, Any]:
     model = load(folder)
     assert model.config.vision and model.tokenizer
     return model, read_processor(folder, model.config.vision, model.tokenizer)
@@ -252,9 +252,8 @@ def test_refusals(folder, tmp_path):
     with pytest.raises(UserError, match="only `dovetail sft`"):  # a model without a tower
         rows_of(folder, [named("red")], vision=None)
     pair = {"prompt": asked("colour?")[:1], "chosen": "red", "rejected": "blue", "images": [photo]}
-    for call, records, more in (
-        (dt.dpo, [pair], {}), (dt.reward, [pair], {}), (dt.distill, [named("red")], {"teacher": str(folder)}),
-    ):  # fmt: skip
+    teacher: Any = {"teacher": str(folder)}
+    for call, records, more in ((dt.dpo, [pair], {}), (dt.reward, [pair], {}), (dt.distill, [named("red")], teacher)):
         with pytest.raises(UserError, match="only `dovetail sft`"):
             call(model=str(folder), data=records, steps=1, run_dir=tmp_path / "no", **RUN, **more)
 
@@ -320,7 +319,9 @@ def test_targets_of_adapters(folder):
 def test_adapters_are_peft_s(folder, tmp_path):
     """Adapters of all three parts: PEFT, a merged folder and a resumed run have the same; the rest stays as it was."""
     targets = ["all-linear", "modality_projection.proj", "fc1"]
-    how: Any = dict(model=str(folder), data=colours(), lora={"r": 4, "lora_alpha": 8.0, "target_modules": targets}, **RUN)
+    how: Any = dict(
+        model=str(folder), data=colours(), lora={"r": 4, "lora_alpha": 8.0, "target_modules": targets}, **RUN
+    )
     straight = dt.sft(steps=4, run_dir=tmp_path / "straight", **how)
     dt.sft(steps=2, run_dir=tmp_path / "resumed", **how)
     resumed = dt.sft(steps=4, run_dir=tmp_path / "resumed", **how)
