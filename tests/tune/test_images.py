@@ -252,6 +252,9 @@ def test_refusals(folder, tmp_path):
     with pytest.raises(UserError, match="only `dovetail sft`"):  # a model without a tower
         rows_of(folder, [named("red")], vision=None)
     pair = {"prompt": asked("colour?")[:1], "chosen": "red", "rejected": "blue", "images": [photo]}
+    (prompt,) = from_list([{"prompt": "colour?", "images": [photo]}])
+    with pytest.raises(UserError, match="only `dovetail sft`"):  # as `dovetail rl` reads it
+        example(prompt, "prompts")
     teacher: Any = {"teacher": str(folder)}
     for call, records, more in ((dt.dpo, [pair], {}), (dt.reward, [pair], {}), (dt.distill, [named("red")], teacher)):
         with pytest.raises(UserError, match="only `dovetail sft`"):
