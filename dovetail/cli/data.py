@@ -258,6 +258,7 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
 
     from dovetail.data.encoder import find_tokenizer
     from dovetail.data.example_encoder import example_encoder
+    from dovetail.io.load import find_processor
 
     model = model or recipe.weights
     tokenizer = find_tokenizer(model)
@@ -266,14 +267,15 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
             f"{model!r} has no tokenizer: set --model to a model or a folder with a tokenizer.json", param="--model"
         )
     settings, length = recipe.data, length or recipe.length
-    record, keys = _record(settings, index)
+    name, record, keys = _record(settings, index)
     console = Console(highlight=False)
-    encoder = example_encoder(settings, tokenizer, recipe.trained_tokens)
-    for part in _parts(record, keys, settings, encoder, kind, length, console.color_system is not None):
+    processor = find_processor(model, tokenizer) if recipe.takes_images else None
+    encoder = example_encoder(settings, tokenizer, recipe.trained_tokens, processor)
+    for part in _parts(record, keys, name, settings, encoder, kind, length, console.color_system is not None):
         console.print(part, soft_wrap=True)
 
 
-def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
+def _record(settings: TuningData, index: int) -> tuple[str, Record, Keys]:
     from dovetail.data.records import open_records
 
     count, names = 0, []
@@ -282,18 +284,20 @@ def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
         for record in islice(records, index + 1 - count):
             count += 1
             if count == index + 1:
-                return record, keys
+                return name, record, keys
     raise UserError(
         f"--index must be below {count:,}, the number of records in {' and '.join(names)}, got {index}", param="--index"
     )
 
 
 def _parts(
-    record: Record, keys: Keys, settings: TuningData, encoder: ExampleEncoder, kind: str, length: int, colour: bool
-):
+    record: Record, keys: Keys, name: str, settings: TuningData, encoder: ExampleEncoder, kind: str, length: int,
+    colour: bool,
+):  # fmt: skip
     from rich.text import Text
 
     from dovetail.data.example_encoder import fit
+    from dovetail.data.example_store import folder_of
     from dovetail.data.examples import example, kind_of
 
     kind = kind or kind_of(record, keys)
@@ -307,6 +311,7 @@ def _parts(
         yield Text(f"{record.where()} ({kind})", style="bold")
         yield Text(encoder.decode(encoder.prompt(found.sides[0])), style=READ)
         return
+    found = encoder.with_pictures(found, folder_of(name))
     sides, outcome = fit(encoder, found.sides, length or 1 << 40, settings.overlong)
     documents = [document for side in sides for document in side]
     names = ["chosen", "rejected"] if len(found.sides) == 2 else [""] * len(documents)
@@ -332,7 +337,7 @@ def _coloured(document: MaskedTokens, tokenizer: Tokenizer, colour: bool) -> Tex
     from rich.text import Text
 
     stream, text = tokenizer.stream(skip_special=False), Text()
-    pushed = [(bool(trained), stream.push(int(token))) for token, trained in zip(*document, strict=True)]
+    pushed = [(bool(trained), stream.push(int(token))) for token, trained in zip(*document[:2], strict=True)]
     pushed.append((pushed[-1][0], stream.flush()))
     for trained, run in groupby(pushed, key=lambda each: each[0]):
         written = "".join(piece for _, piece in run)

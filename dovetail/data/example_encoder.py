@@ -23,10 +23,14 @@ import numpy as np
 from dovetail.core.errors import MissingFileError, UserError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.data.encoder import OffsetTokenizer
-from dovetail.data.examples import ChatExample, TextExample
+from dovetail.data.examples import ChatExample, Example, TextExample
 from dovetail.data.messages import check_roles
+from dovetail.data.pictures import TEXT_ONLY, Picture, count_images, read_picture
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.chat import ChatTemplate
+from dovetail.io.images.item import ProcessedImage
+from dovetail.io.images.processor import ImageProcessor
+from dovetail.io.images.prompt import ExpandedText, expand
 from dovetail.io.tokenizer import Tokenizer
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\b")
@@ -39,6 +43,7 @@ class MaskedTokens(NamedTuple):
 
     tokens: np.ndarray  # [n] int32
     mask: np.ndarray  # [n] bool
+    images: tuple[Picture, ...] = ()
 
     @property
     def is_trained(self) -> bool:
@@ -52,14 +57,17 @@ class _Turn(NamedTuple):
 
 
 def example_encoder(
-    settings: TuningData, tokenizer: Tokenizer, trained: TrainedTokens = TrainedTokens()
+    settings: TuningData,
+    tokenizer: Tokenizer,
+    trained: TrainedTokens = TrainedTokens(),
+    processor: ImageProcessor | None = None,
 ) -> ExampleEncoder:
     """Return the encoder with the template of the settings, or the tokenizer's own."""
     template = template_source(settings)
     if template is None:
-        return ExampleEncoder(tokenizer, trained=trained)
+        return ExampleEncoder(tokenizer, trained=trained, processor=processor)
     name = f"the chat template {Path(settings.template).expanduser()}"
-    return ExampleEncoder(tokenizer, template, name, trained)
+    return ExampleEncoder(tokenizer, template, name, trained, processor)
 
 
 def template_source(settings: TuningData) -> str | None:
@@ -88,6 +96,7 @@ class ExampleEncoder:
         template: Jinja source to use in place of the tokenizer's own templates.
         name: The name of the template in messages.
         trained: Which tokens are trained.
+        processor: The model's image processor; None: images are refused.
     """
 
     def __init__(
@@ -96,11 +105,17 @@ class ExampleEncoder:
         template: str | None = None,
         name: str = "the model's chat template",
         trained: TrainedTokens = TrainedTokens(),
+        processor: ImageProcessor | None = None,
     ):
-        self.tokenizer, self.name, self._trained = tokenizer, name, trained
+        self.tokenizer, self.name, self._trained, self._processor = tokenizer, name, trained, processor
         self._source, self._text = template, OffsetTokenizer(tokenizer)
         self._ends = np.asarray(tokenizer.eos_ids, np.int32)
         self._templates: dict[bool, ChatTemplate] = {}
+
+    @property
+    def image_id(self) -> int:
+        """Return the id of the image token; -1 if the model does not see images."""
+        return self._processor.image_id if self._processor else -1
 
     @property
     def identity(self) -> str:
@@ -108,13 +123,43 @@ class ExampleEncoder:
         text, tokenizer = self._text, self.tokenizer
         own = None if self._source is not None else tokenizer.chat_templates
         kept = [text.before, bool(text.backend.encode_special_tokens), tokenizer.eos_id, list(tokenizer.eos_ids)]
-        return fingerprint(text.backend.to_str(), kept, self._source, own, list(self._trained))
+        seen = [repr(self._processor)] if self._processor else []
+        return fingerprint(text.backend.to_str(), kept, self._source, own, list(self._trained), *seen)
+
+    def with_pictures(self, found: Example, folder: Path) -> Example:
+        """Return the example with its images read and processed; relative paths start from `folder`."""
+        return replace(found, sides=tuple(self._pictured(side, folder) for side in found.sides))
+
+    def _pictured(self, side: ChatExample | TextExample, folder: Path) -> ChatExample | TextExample:
+        if isinstance(side, TextExample) or not side.images:
+            return side
+        if self._processor is None:
+            raise UserError(f"the record has images: {TEXT_ONLY}", param="model", code="no_images")
+        return replace(side, images=tuple(read_picture(image, self._processor, folder) for image in side.images))
 
     def encode(self, side: ChatExample | TextExample) -> list[MaskedTokens]:
         """Return the documents of one side: one, or more where turns are separate; none where nothing is trained."""
-        if isinstance(side, TextExample):
-            return [self._plain(side)]
-        template = self.template(side)
+        found = [self._plain(side)] if isinstance(side, TextExample) else self._conversation(side)
+        return found if self._processor is None else [self._with_images(document, side) for document in found]
+
+    def _with_images(self, document: MaskedTokens, side: ChatExample | TextExample) -> MaskedTokens:
+        """Return the document with its images, all or the first of the conversation's, whose tokens are not trained."""
+        assert self._processor is not None
+        images = () if isinstance(side, TextExample) else side.images
+        is_image = document.tokens == self._processor.image_id
+        ends = np.cumsum([0, *(image.tokens for image in images)])
+        count = int(np.searchsorted(ends, is_image.sum()))
+        if count == len(ends) or ends[count] != is_image.sum():
+            raise UserError(
+                f"expected the tokens {self._processor.image_token!r} of the record's images alone, and its text has "
+                "others: remove them"
+            )
+        return MaskedTokens(document.tokens, document.mask & ~is_image, images[:count])
+
+    def _conversation(self, side: ChatExample) -> list[MaskedTokens]:
+        template: Any = self.template(side)
+        if self._processor is not None:
+            template = FilledTemplate(template, side, self._processor.placeholder)
         check_roles(side.messages, template.source)
         text = template.render(side.messages, side.tools, add_generation_prompt=False)
         self._check_written(side, template, text)
@@ -131,6 +176,8 @@ class ExampleEncoder:
         """Return [n] the tokens of the prompt that a model continues."""
         if isinstance(side, TextExample):
             return np.asarray([*self._text.before, *self._text.encode(side.prompt).ids], np.int32)
+        if count_images(side.messages):
+            raise UserError(f"the record has images: {TEXT_ONLY}", param="data.path", code="no_images")
         messages = side.messages[: side.first] if side.first else side.messages
         return self._text.encode(self.template(side).render(messages, side.tools)).ids
 
@@ -273,6 +320,29 @@ class ExampleEncoder:
         )
 
 
+class FilledTemplate:
+    """Render a conversation, or its beginning, with the text of its images in the place of their placeholders."""
+
+    def __init__(self, template: ChatTemplate, side: ChatExample, placeholder: str):
+        self.source, self._template, self._placeholder = template.source, template, placeholder
+        self._count = len(side.messages)
+        self._images = [ProcessedImage(image.text, ()) for image in side.images]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *args: Any, **how: Any) -> str:
+        """Return the text of messages: see ChatTemplate."""
+        return self._filled(messages, self._template.render(messages, *args, **how)).text
+
+    def render_with_spans(self, messages: Sequence[Mapping[str, Any]], *args: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the characters of its {% generation %} blocks."""
+        text, spans = self._template.render_with_spans(messages, *args)
+        filled = self._filled(messages, text)
+        return filled.text, [(filled.moved(start), filled.moved(end)) for start, end in spans]
+
+    def _filled(self, messages: Sequence[Mapping[str, Any]], text: str) -> ExpandedText:
+        partly = len(messages) < self._count
+        return expand(text, self._images, self._placeholder, partly=partly, param="messages")
+
+
 def _name_of(tool: Any) -> str:
     """Return the name of a tool, or of the tool that is called; empty where it has none."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
@@ -313,7 +383,7 @@ def fit(encoder: ExampleEncoder, sides: Sides, length: int, overlong: str) -> Fi
         if dropped <= len(shorter):
             return Fitted(encoded[dropped], SHORTENED)
         whole = [encoder.encode(side) for side in shorter[-1]]
-    return _cut(whole, length)
+    return _cut(whole, length, encoder.image_id)
 
 
 def _fits(documents: list[list[MaskedTokens]], length: int) -> bool:
@@ -336,21 +406,38 @@ def _without_oldest(chat: ChatExample) -> list[ChatExample]:
     # What is trained must remain, with the user's message that it answers.
     last = chat.first - 1 if chat.first else max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
     starts = [i for i, role in enumerate(roles) if role == "user" and head < i <= last]
-    return [
-        replace(chat, messages=chat.messages[:head] + chat.messages[i:], first=max(0, chat.first - (i - head)))
-        for i in starts
-    ]
+    return [_without(chat, head, i) for i in starts]
 
 
-def _cut(documents: list[list[MaskedTokens]], length: int) -> Fitted:
-    """Cut each document at its end. Of two sides, the shorter keeps at most half of the row, the longer the rest."""
+def _without(chat: ChatExample, start: int, stop: int) -> ChatExample:
+    """Return the chat without some of its messages and their images."""
+    messages, first = chat.messages[:start] + chat.messages[stop:], max(0, chat.first - (stop - start))
+    kept, dropped = count_images(chat.messages[:start]), count_images(chat.messages[start:stop])
+    return replace(chat, messages=messages, first=first, images=chat.images[:kept] + chat.images[kept + dropped :])
+
+
+def _cut(documents: list[list[MaskedTokens]], length: int, image_id: int) -> Fitted:
+    """Cut each document at its end. Of two sides, the shorter keeps at most half of the row, the longer the rest.
+
+    An image that does not fit whole is left out, with everything after it.
+    """
     room = [length]
     if len(documents) == 2:
         sizes = [max((len(document.tokens) for document in side), default=0) for side in documents]
         shorter = min(*sizes, length // 2)
         room = [min(size, length - shorter) for size in sizes] if min(sizes) == shorter else [length // 2] * 2
     cut = [
-        [document for document in (MaskedTokens(t[:most], m[:most]) for t, m in side) if document.is_trained]
+        [shorter for shorter in (_shortened(document, most, image_id) for document in side) if shorter.is_trained]
         for side, most in zip(documents, room, strict=True)
     ]
     return Fitted(cut, CUT) if all(cut) else Fitted([], LEFT_OUT)
+
+
+def _shortened(document: MaskedTokens, most: int, image_id: int) -> MaskedTokens:
+    """Return the first tokens of a document with the images that are whole among them."""
+    at = np.flatnonzero(document.tokens == image_id) if document.images else np.zeros(0, int)
+    ends = np.cumsum([0, *(image.tokens for image in document.images)])
+    within = int((at < most).sum())
+    count = int(np.searchsorted(ends, within, "right")) - 1
+    most = most if ends[count] == within else int(at[ends[count]])
+    return MaskedTokens(document.tokens[:most], document.mask[:most], document.images[:count])

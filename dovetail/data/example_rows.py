@@ -17,8 +17,11 @@ from dovetail.data.example_encoder import example_encoder
 from dovetail.data.example_store import Examples, ExampleStats, ExampleStore, open_stores
 from dovetail.data.loader import Loader, Mixture, check_length, held_out, held_out_each
 from dovetail.data.pack import BestFit, Piece, key
+from dovetail.data.pictures import PictureRows
 from dovetail.data.settings import TrainedTokens, TuningData
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.towers.vision import Tower
 
 KINDS = ("sft", "preference", "unpaired")
 COLUMNS = ("document", "label", "margin")  # those that examples bring themselves
@@ -38,6 +41,7 @@ def open_examples(
     progress: Progress | None = None,
     packing: bool = True,
     trained: TrainedTokens = TrainedTokens(),
+    vision: tuple[ImageProcessor, Tower] | None = None,
 ) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
     """Open the examples of fine-tuning; a source whose token cache is missing is tokenised first.
 
@@ -56,6 +60,7 @@ def open_examples(
         packing: Whether several examples share a row. Otherwise each has a row of its own, and rows are as long as the
             longest example needs.
         trained: Which tokens are trained.
+        vision: The model's image processor and vision tower; None: records with images are refused.
 
     Returns:
         The training rows, the held-out rows (None where `settings.held_out` is 0), and the counts of the records.
@@ -64,9 +69,10 @@ def open_examples(
     for name in columns:
         one_of("a column", name, COLUMNS)
     check_length(length)
-    encoder = example_encoder(settings, tokenizer, trained)
+    encoder = example_encoder(settings, tokenizer, trained, vision and vision[0])
     stores = open_stores(settings, encoder, kind, length, records, progress)
     examples = Examples(stores, per_unit=1 if kind == "sft" else 2)
+    pictures = PictureRows(*vision, examples.max_patches) if vision and examples.max_patches else None
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
     brought = {name: own_column(name, examples) for name in sorted(wanted)}
     weights = [source.weight for source in settings.all_sources] if records is None else [1.0]
@@ -80,7 +86,7 @@ def open_examples(
             packed.append(ExamplePacking(examples, units, length, key(settings.seed, i), brought, packing))
             first += len(mask)
         mixture = Mixture(packed, weights, settings.seed)
-        return ExampleLoader(mixture, examples, batch, host_index, host_count, tokenizer.vocab_size)
+        return ExampleLoader(mixture, examples, batch, host_index, host_count, tokenizer.vocab_size, pictures)
 
     stats = sum((store.stats for store in stores), ExampleStats())
     return rows(False), rows(True) if settings.held_out else None, stats
@@ -163,10 +169,28 @@ class ExampleLoader(Loader):
     """
 
     def __init__(
-        self, rows: Mixture, examples: Examples, batch: int, host_index: int, host_count: int, vocab_size: int
+        self,
+        rows: Mixture,
+        examples: Examples,
+        batch: int,
+        host_index: int,
+        host_count: int,
+        vocab_size: int,
+        pictures: PictureRows | None = None,
     ):
         super().__init__(rows, batch, host_index, host_count, vocab_size=vocab_size, fingerprints=examples.fingerprints)
-        self.examples = examples
+        self.examples, self._pictures = examples, pictures
+
+    def batch(self, step: int) -> Batch:
+        """Return this host's rows of a step's batch, with the columns of images if the examples have any."""
+        found = super().batch(step)
+        if self._pictures is None:
+            return found
+        rows = [[p.document for p in self.rows.pieces(i)] if i is not None else [] for i in self.rows_of(step)]
+        items = max(sum(map(self.examples.num_items, row)) for row in rows)  # over all hosts: their shapes are equal
+        own = rows[self._first : self._first + self._share]
+        files = [[file for document in row for file in self.examples.images(document)] for row in own]
+        return self._pictures.add(found, files, items)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -199,7 +223,7 @@ class ExampleLoader(Loader):
 
     def of_host(self, index: int, count: int) -> ExampleLoader:
         """Return the same rows for one of `count` hosts."""
-        return ExampleLoader(self.rows, self.examples, self._batch, index, count, self.vocab_size)
+        return ExampleLoader(self.rows, self.examples, self._batch, index, count, self.vocab_size, self._pictures)
 
     def every_document(self) -> ExampleLoader:
         """Return rows of all documents, held out or not, each once per epoch, with the column `document`."""
@@ -207,7 +231,8 @@ class ExampleLoader(Loader):
         column = {"document": own_column("document", self.examples)}
         packing = ExamplePacking(self.examples, units, self.length, 0, column)
         hosts = self._first // self._share, self._batch // self._share
-        return ExampleLoader(Mixture([packing], [1.0], 0), self.examples, self._batch, *hosts, self.vocab_size)
+        mixture = Mixture([packing], [1.0], 0)
+        return ExampleLoader(mixture, self.examples, self._batch, *hosts, self.vocab_size, self._pictures)
 
     def with_column(self, name: str, values: np.ndarray) -> ExampleLoader:
         """Return the same rows with a further column.

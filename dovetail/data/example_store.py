@@ -8,7 +8,7 @@ A unit is what a row holds whole: a document, the two documents of a preference,
 mismatched one.
 
 <name>-<fingerprint>/  as in `data.cache`, and mask.bin [tokens] bool, labels.npy and margins.npy [documents] f32,
-                       records.npy [units] int64, stats.json
+                       records.npy [units] int64, stats.json; with images, images.bin and images.npz (data.pictures)
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from dovetail.data.example_encoder import (
     fit,
 )
 from dovetail.data.examples import Example, example
+from dovetail.data.pictures import PictureWriter, StoredPictures
 from dovetail.data.records import FROM_PROGRAM, BadRecords, Record, find_files, open_records
 from dovetail.data.settings import Keys, Source, TuningData
 
@@ -89,6 +90,7 @@ class ExampleStore(TokenStore):
         self.mask = np.memmap(folder / MASK, bool, "r") if self.meta.tokens else np.zeros(0, bool)
         self.labels, self.margins = (np.load(folder / file, mmap_mode="r") for file in (LABELS, MARGINS))  # [documents]
         self.records = np.load(folder / UNIT_RECORDS, mmap_mode="r")  # [units] the record of each, among those kept
+        self.pictures = StoredPictures.of(folder)
         found = json.loads((folder / STATS).read_text())
         self.stats = ExampleStats(**found | {"bad": tuple(found["bad"])})
 
@@ -98,7 +100,8 @@ class ExampleStore(TokenStore):
 
         It does not depend on how the file was written; another chat template or tokenizer gives another one.
         """
-        return self._digest(*self._parts, self.mask, self.lengths, self.labels, self.margins)
+        images = self.pictures.arrays if self.pictures else ()
+        return self._digest(*self._parts, self.mask, self.lengths, self.labels, self.margins, *images)
 
     def trained(self, document: int) -> np.ndarray:
         """Return [n] whether each token of a document is trained."""
@@ -142,6 +145,21 @@ class Examples:
         """Return [n] whether each token of a document is trained."""
         store, own = self._locate(document)
         return store.trained(own)
+
+    @property
+    def max_patches(self) -> int:
+        """Return the most patches of an image's item; 0 if there are no images."""
+        return max((store.pictures.max_patches for store in self._stores if store.pictures), default=0)
+
+    def num_items(self, document: int) -> int:
+        """Return the number of items of a document's images."""
+        store, own = self._locate(document)
+        return store.pictures.num_items(own) if store.pictures else 0
+
+    def images(self, document: int) -> list[bytes]:
+        """Return the files of a document's images."""
+        store, own = self._locate(document)
+        return store.pictures.files(own) if store.pictures else []
 
     def _locate(self, document: int) -> tuple[ExampleStore, int]:
         at = int(np.searchsorted(self._first, document, "right")) - 1
@@ -201,7 +219,7 @@ class _Writer:
     def __init__(self, folder: Path, vocab_size: int):
         self._folder, self._vocab_size, self._dtype = folder, vocab_size, token_dtype(vocab_size)
         self._lengths, self._labels, self._margins, self._records = array("q"), array("f"), array("f"), array("q")
-        self._files = ExitStack()
+        self._files, self._pictures = ExitStack(), PictureWriter(folder)
 
     def __enter__(self) -> Self:
         self._tokens, self._mask = (
@@ -211,6 +229,7 @@ class _Writer:
 
     def __exit__(self, *raised: Any) -> None:
         self._files.close()
+        self._pictures.close()
 
     def add(self, document: MaskedTokens, label: float, margin: float) -> None:
         """Write one document."""
@@ -219,6 +238,7 @@ class _Writer:
         self._lengths.append(len(document.tokens))
         self._labels.append(label)
         self._margins.append(margin)
+        self._pictures.add(document.images)
 
     def add_units(self, record: int, count: int) -> None:
         """Note that the next units belong to a record."""
@@ -227,6 +247,7 @@ class _Writer:
     def finish(self, name: str, mark: str, stats: ExampleStats) -> None:
         """Write the counts; the folder is then a store."""
         self._files.close()
+        self._pictures.finish()
         offsets = np.concatenate([[0], np.cumsum(np.asarray(self._lengths, np.int64))]).astype(np.int64)
         np.save(self._folder / LABELS, np.asarray(self._labels, np.float32))
         np.save(self._folder / MARGINS, np.asarray(self._margins, np.float32))
@@ -246,7 +267,7 @@ def _write(
     bad = BadRecords(settings.skip_bad_records, name)
     room = length * OWN_SHARE[0] // OWN_SHARE[1] if kind == "unpaired" else length
     with _Writer(folder, vocab_size) as out:
-        for found, documents in _read(records, encoder, settings, keys, kind, room, counts, bad):
+        for found, documents in _read(records, encoder, settings, keys, kind, room, counts, bad, folder_of(name)):
             out.add_units(counts["kept"], len(documents) // len(found.sides))
             for document in documents:
                 out.add(document, -1.0 if found.label is False else 1.0, found.margin)
@@ -265,13 +286,14 @@ def _write(
 
 def _read(
     records: Iterable[Record], encoder: ExampleEncoder, settings: TuningData, keys: Keys, kind: str, length: int,
-    counts: Counter[str], bad: BadRecords,
+    counts: Counter[str], bad: BadRecords, folder: Path,
 ) -> Iterator[tuple[Example, list[MaskedTokens]]]:  # fmt: skip
     """Yield each example with its documents, and count what becomes of the records."""
 
     def read(record: Record) -> tuple[Example | None, list[MaskedTokens]]:
         found = example(record, kind, settings.format, keys)
         try:
+            found = found and encoder.with_pictures(found, folder)
             return found, _documents(found, encoder, settings.overlong, length, counts) if found else []
         except UserError as error:
             raise UserError(f"{record.where()}: {error}", param=error.param) from error
@@ -289,6 +311,12 @@ def _read(
         counts["opening"] += units > 0 and any(begins_with_assistant(side) for side in found.sides)
         counts["split"] += units > 1
         yield found, documents
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder that relative paths in a source's records start from."""
+    path = Path("." if name == FROM_PROGRAM else name).expanduser()
+    return path if path.is_dir() else path.parent
 
 
 def _documents(

@@ -7,6 +7,7 @@
     {"prompt": ..., "completion": ..., "label": true}       a completion to learn from, or to avoid
     {"prompt": ...}                                         a prompt alone
     {"text": ...}                                           plain text, all of it trained
+    {"messages": [...], "images": [...]}                    with images; also `image`, and prompt and completion
 
 Texts are used as they are; messages are rendered with the model's chat template.
 """
@@ -21,8 +22,10 @@ from typing import Any
 from dovetail.core.choice import one_of
 from dovetail.core.errors import UserError
 from dovetail.data.messages import Messages, check_roles, check_turns, conversation, is_messages, say, tools_of
+from dovetail.data.pictures import TEXT_ONLY, count_images
 from dovetail.data.records import Record
 from dovetail.data.settings import Keys
+from dovetail.io.images.prompt import place_images
 
 KINDS = ("sft", "preference", "unpaired", "prompts")
 
@@ -34,6 +37,7 @@ class ChatExample:
     messages: Messages
     tools: list[dict[str, Any]] | None = None
     first: int = 0
+    images: tuple[Any, ...] = ()  # of its image parts, in order: as in a record, or data.pictures.Picture
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
 def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: str) -> Example | None:
     """Return what a form's reader makes of a record; a UserError names the record."""
     try:
-        found = read(fields)
+        found = _with_images(read(fields), fields, kind)
         for side in found.sides if found else ():
             if isinstance(side, ChatExample):
                 check_turns(side.messages)
@@ -107,6 +111,28 @@ def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: s
     except UserError as error:
         where = fields.where()
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+
+
+def _with_images(found: Example | None, fields: _Fields, kind: str) -> Example | None:
+    """Return the example with its images in the place of image parts; where it has none, before the user's first text.
+
+    A prompt and a completion that are texts become a conversation.
+    """
+    given = fields.get("images")
+    images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    chats = [side for side in found.sides if isinstance(side, ChatExample)] if found else []
+    if found is None or not (images or any(count_images(chat.messages) for chat in chats)):
+        return found
+    if kind != "sft":
+        raise UserError(f"the record has images: {TEXT_ONLY}", param="data.path", code="no_images")
+    (side,) = found.sides
+    if isinstance(side, TextExample):
+        if not side.prompt:
+            raise UserError("a record of plain text cannot have images; give messages, or prompt and completion")
+        side = ChatExample([say("user", side.prompt), say("assistant", side.completion)], first=1)
+    messages, sources = place_images(side.messages, images)
+    side = replace(side, messages=[dict(message) for message in messages], images=tuple(sources))
+    return replace(found, sides=(side,))
 
 
 def _hint(record: Record, forms: Sequence[tuple[str, ...]]) -> str:
@@ -193,6 +219,7 @@ _USUAL = {
     "messages": ("messages", "conversations"),
     "prompt": ("prompt", "instruction"),
     "completion": ("completion", "output"),
+    "images": ("images", "image"),
 }
 
 # --- one function per form --------------------------------------------------------------------------------------------

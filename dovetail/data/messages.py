@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import UserError
 from dovetail.data.settings import Keys
-from dovetail.io.chat import checked_messages, checked_tools
+from dovetail.io.chat import checked_messages, checked_tools, is_image
 
 Messages = list[dict[str, Any]]
 
@@ -85,7 +85,7 @@ def _message(message: Any, keys: Keys, where: str) -> dict[str, Any]:
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = _take(found, keys.role, "role", "from")
     content = _take(found, keys.content, "content", "value")
-    content = _flat(content, f"{where}.content") if isinstance(content, list | tuple) else content
+    content = _parts(content, f"{where}.content") if isinstance(content, list | tuple) else content
     if content is None and not found.get("tool_calls"):
         raise UserError(f"{where}: content is null or missing, and there are no tool_calls; write the text there")
     if role == "function_call":
@@ -95,6 +95,18 @@ def _message(message: Any, keys: Keys, where: str) -> dict[str, Any]:
     return {"role": _SHAREGPT.get(role, role), "content": content, **found}
 
 
+def _parts(parts: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the text of parts that are all text; else the parts, texts as dicts."""
+    if not any(map(is_image, parts)):
+        return _flat(parts, where)
+    return [
+        {key: value for key, value in part.items() if value is not None}
+        if is_image(part)
+        else {"type": "text", "text": _flat([part], f"{where}[{i}]")}
+        for i, part in enumerate(parts)
+    ]
+
+
 def _flat(parts: Any, where: str) -> str:
     """Join the parts of a content into one text, as the server does: a line per part."""
     texts = []
@@ -102,7 +114,7 @@ def _flat(parts: Any, where: str) -> str:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise UserError(f"{where}[{i}]: expected a text part, got {kind!r}; only text can be trained on")
+            raise UserError(f"{where}[{i}]: expected a text part, got {kind!r}; only text and images can be trained on")
         texts.append(text)
     return "\n".join(texts)
 

@@ -73,6 +73,7 @@ class Keys:
     label: str = ""  # true: a completion to learn from; false: one to avoid
     text: str = ""  # plain text, trained as a whole
     margin: str = ""  # of a preference: by how much the chosen answer should lead
+    images: str = ""  # the images of a record, a list or one: images, or image
 
     def over(self, below: Keys) -> Keys:
         """Return `below` with the keys that are set here in place of its own."""

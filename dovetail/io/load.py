@@ -31,6 +31,7 @@ from dovetail.core.types import Packed, Params
 from dovetail.core.units import format_bytes, format_count
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, weights_dtype, write_tensors
 from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
+from dovetail.io.images.processor import ImageProcessor, copy_processor, has_processor, read_processor
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -183,6 +184,7 @@ def convert(
         if special_tokens:
             cfg, params, tokenizer = add_special_tokens(cfg, params, tokenizer, special_tokens)
     save(dst, cfg, params, tokenizer, max_shard_bytes)
+    copy_processor(path, dst)
     return dst
 
 
@@ -326,6 +328,13 @@ def config_of(x: str) -> ModelConfig:
         f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}",
         param="model",
     )
+
+
+def find_processor(x: str, tokenizer: Tokenizer) -> ImageProcessor | None:
+    """Return the image processor of a model, which `resolve` finds; None if it does not see images, or has none."""
+    folder = resolve(x)
+    vision = config_of(str(folder)).vision if has_processor(folder) else None
+    return read_processor(folder, vision, tokenizer) if vision else None
 
 
 def servable(x: str) -> tuple[str, str]:

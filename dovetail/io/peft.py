@@ -22,19 +22,21 @@ import jax
 import numpy as np
 
 from dovetail.core.errors import CheckpointError
-from dovetail.core.spec import ParamSpec, leaves
+from dovetail.core.spec import ParamSpec, is_spec, leaves
 from dovetail.core.types import Params
 from dovetail.io.adapter_folder import WEIGHTS
-from dovetail.io.hf import StoredPart, name_table
+from dovetail.io.hf import StoredPart, name_table, plain_name
 from dovetail.io.peft_config import AdapterConfig, read_config, write_config
 from dovetail.io.peft_experts import Stack, current_name, own_ranks, stacked_tensors, stacks_of, take_stacked
 from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.models.config import ModelConfig
+from dovetail.models.family import VisionFamily
 from dovetail.models.lora import OUTER, Lora, input_dims, outer_modules
-from dovetail.models.registry import family_of
-from dovetail.models.spec import spec
+from dovetail.models.registry import family_of, vision_family_of
+from dovetail.models.spec import VISION, spec
 
 PREFIX, SCORE = "base_model.model.", "score.weight"
+BRANCHES = ("layers", VISION)  # of a model's tree whose modules may have adapters
 Flat = dict[str, dict[str, np.ndarray]]  # path of a weight -> its lora_a, lora_b and magnitude
 
 
@@ -55,7 +57,8 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    flat, modules, stacks = _flat({"layers": adapters["layers"]}), _modules(cfg), stacks_of(cfg)
+    flat = _flat({name: adapters[name] for name in BRANCHES if name in adapters})
+    modules, stacks = _modules(cfg), stacks_of(cfg)
     outer, outer_ranks, saved = outer_tensors(cfg, adapters)
     tensors, parameters = stacked_tensors(stacks, flat)
     ranks: dict[str, int] = {}
@@ -70,10 +73,13 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
         tensors[SCORE] = np.asarray(adapters["score"])
         saved.append("score")
     tensors, ranks = tensors | outer, ranks | outer_ranks
+    if vision := vision_family_of(cfg):
+        tensors = {_their_name(name, vision): value for name, value in tensors.items()}
+        ranks = {_their_name(module, vision): rank for module, rank in ranks.items()}
     tensors = {f"{PREFIX}{name}": np.ascontiguousarray(value) for name, value in tensors.items()}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
     tied = cfg.tied and bool(outer)
-    write_config(folder, lora, base, ranks, parameters, _parameters(modules, stacks), saved, tied)
+    write_config(folder, lora, base, ranks, parameters, _parameters(modules, stacks), saved, tied, whole=bool(vision))
 
 
 def _is_renamed(cfg: ModelConfig, module: str) -> bool:
@@ -132,7 +138,9 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     folder = Path(folder)
     config = read_config(folder)
     stored = SafetensorFolder(folder)
-    found = {current_name(name).removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}
+    vision = vision_family_of(cfg)
+    plain = {name: current_name(name).removeprefix(PREFIX) for name in stored.tensors()}
+    found = {plain_name(own, vision) if vision else own: stored.read(name) for name, own in plain.items()}
     own = _score(folder, config.raw, found, score) | take_outer(cfg, config, found)
     modules, stacks = _modules(cfg), stacks_of(cfg)
     config.check_parameters(_parameters(modules, stacks))
@@ -147,7 +155,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
             _add(flat, part, pair | {"lora_a": pair["lora_a"][kept], "lora_b": pair["lora_b"][..., kept]})
     if not flat and not own:
         raise CheckpointError(f"{folder}: the adapter has no weights")
-    return _named(config, cfg, flat), _tree(flat, len(cfg.layers)) | own
+    return _named(config, cfg, flat), _tree(flat, cfg) | own
 
 
 def _named(config: AdapterConfig, cfg: ModelConfig, flat: Flat) -> Lora:
@@ -214,7 +222,7 @@ def _add(flat: Flat, part: StoredPart, pair: dict[str, np.ndarray]) -> None:
 def _modules(cfg: ModelConfig) -> dict[str, list[StoredPart]]:
     """Return the parts of our matrices by Hugging Face module."""
     table = {current_name(name): parts for name, parts in name_table(cfg).items() if name.endswith(".weight")}
-    layers = {name: parts for name, parts in table.items() if parts[0].path.startswith("layers.")}
+    layers = {name: parts for name, parts in table.items() if parts[0].path.partition(".")[0] in BRANCHES}
     return {
         name.removesuffix(".weight"): parts for name, parts in layers.items() if len(parts[0].spec.stored.shape) == 2
     }
@@ -233,7 +241,7 @@ def _flat(adapters: Params) -> Flat:
     return flat
 
 
-def _tree(flat: Flat, layers: int) -> Params:
+def _tree(flat: Flat, cfg: ModelConfig) -> Params:
     """Return the tree nested as in models.spec."""
     tree: dict[str, Any] = {}
     for path, pair in flat.items():
@@ -242,7 +250,22 @@ def _tree(flat: Flat, layers: int) -> Params:
         for name in above:
             at = at.setdefault(name, {})
         at[last] = pair
-    return {"layers": tuple(tree.get("layers", {}).get(str(i), {}) for i in range(layers))}
+    return {name: _like(spec(cfg)[name], tree.get(name, {})) for name in BRANCHES if name == "layers" or name in tree}
+
+
+def _like(specs: Any, tree: dict[str, Any]) -> Any:
+    """Return the tree with tuples where the specs have them."""
+    if isinstance(specs, tuple):
+        return tuple(_like(part, tree.get(str(i), {})) for i, part in enumerate(specs))
+    return tree if is_spec(specs) else {name: _like(specs[name], part) for name, part in tree.items()}
+
+
+def _their_name(name: str, vision: VisionFamily) -> str:
+    """Return transformers' name of a module, or of a tensor of it, in a model that sees images."""
+    if name.startswith(("model.layers.", "model.embed_tokens")):
+        inner = vision.text_prefix if vision.text_prefix.startswith("model.") else "model.language_model."
+        return name.replace("model.", inner, 1)
+    return name if name.startswith(("model.", "lm_head")) else f"model.{name}"
 
 
 Pair = dict[str, np.ndarray]

@@ -67,7 +67,7 @@ def read_config(folder: Path) -> AdapterConfig:
 
 def write_config(
     folder: Path, lora: Lora, base: str, ranks: dict[str, int], parameters: dict[str, int], known: Iterable[str],
-    saved: list[str], tied: bool,
+    saved: list[str], tied: bool, whole: bool = False,
 ) -> None:  # fmt: skip
     """Write adapter_config.json.
 
@@ -80,6 +80,7 @@ def write_config(
         known: All parameters of the model, adapted or not.
         saved: Modules that are written whole.
         tied: Whether embeddings and head stay one weight.
+        whole: Whether modules are named in full: the last parts of names may be those of a vision tower too.
     """
     odd = _by_end({name: rank for name, rank in (ranks | parameters).items() if rank != lora.r})
     config = {
@@ -87,7 +88,7 @@ def write_config(
         "base_model_name_or_path": base, "r": lora.r, "lora_alpha": lora.lora_alpha,
         # PEFT has no dropout for parameters, and in an adapter that is trained already it does nothing
         "lora_dropout": 0.0 if parameters else lora.lora_dropout,
-        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}), "bias": "none",
+        "target_modules": sorted({module if whole else module.rpartition(".")[2] for module in ranks}), "bias": "none",
         "use_rslora": lora.use_rslora, "use_dora": lora.use_dora, "rank_pattern": odd,
         "alpha_pattern": {m: lora.scale * (math.sqrt(rank) if lora.use_rslora else rank) for m, rank in odd.items()},
         "fan_in_fan_out": False, "inference_mode": True,

@@ -24,7 +24,7 @@ from dovetail.core.errors import UserError
 from dovetail.core.spec import ParamSpec, is_spec, leaves, path_name
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
-from dovetail.models.spec import spec
+from dovetail.models.spec import VISION, spec
 from dovetail.ops.adapter import Adapted, merged, row_norms
 
 ALL = "all-linear"
@@ -37,7 +37,8 @@ class Lora:
 
     r: int = 16  # rank of the adapter matrices
     lora_alpha: float = 32.0  # the update is multiplied by lora_alpha / r
-    target_modules: tuple[str, ...] = (ALL,)  # suffixes of Hugging Face module names (q_proj), or full patterns
+    # suffixes of Hugging Face module names (q_proj), or full patterns; of a vision tower: names that no layer has
+    target_modules: tuple[str, ...] = (ALL,)
     lora_dropout: float = 0.0  # dropout of the adapters' inputs
     use_rslora: bool = False  # multiply by lora_alpha / sqrt(r) instead
     use_dora: bool = False  # train the norm of each weight row separately from its direction (DoRA)
@@ -120,8 +121,10 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     tree: dict[str, Any] = {"layers": tuple(_select(layer, lora) for layer in whole["layers"])}
     tree |= {name: _pair(whole[name], lora) for name in outer_names(cfg, lora)}
     tree |= {name: whole[name] for name in saved_names(cfg, lora)}
+    if VISION in whole and (tower := _select_tower(whole[VISION], lora, _layer_modules(cfg))):
+        tree[VISION] = tower
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
-        names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
+        names = ", ".join(sorted(_layer_modules(cfg)))
         raise UserError(
             f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has "
             f"{names}",
@@ -200,6 +203,24 @@ def _select(tree: dict[str, Any], lora: Lora) -> dict[str, Any]:
         elif is_projection(name, part) and lora.adapts(_module(part)):
             kept[name] = _pair(part, lora)
     return {name: part for name, part in kept.items() if part}
+
+
+def _select_tower(tree: Any, lora: Lora, taken: set[str]) -> Any:
+    """Return the tree of a vision tower without what is not adapted; a name in `taken` is that of the layers alone."""
+    if is_spec(tree):
+        is_linear = len(tree.stored.shape) == 2 and tree.active > 0 and tree.stored.names[0].endswith(".weight")
+        own = tuple(target for target in lora.target_modules if target not in taken)
+        return _pair(tree, lora) if is_linear and own and replace(lora, target_modules=own).names(_module(tree)) else {}
+    if isinstance(tree, tuple):
+        parts = tuple(_select_tower(part, lora, taken) for part in tree)
+        return parts if any(parts) else {}
+    kept = {name: _select_tower(part, lora, taken) for name, part in tree.items()}
+    return {name: part for name, part in kept.items() if part}
+
+
+def _layer_modules(cfg: ModelConfig) -> set[str]:
+    """Return the last parts of the names of the layers' projections, such as q_proj."""
+    return {_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}
 
 
 def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:

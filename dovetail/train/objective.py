@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
 from dovetail.train.abstract_batch import abstract_batch
+from dovetail.train.images import image_embeds, image_ids
 from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
@@ -118,8 +119,10 @@ def targets(batch: Batch) -> jax.Array:
 def hidden_states(
     params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
-    """Return (hidden states [B, T, D], statistics of each layer with a router)."""
-    return trunk(params, cfg, batch.tokens, batch.positions, ctx.packed(batch), remat=ctx.remat, scan=ctx.scan)
+    """Return (hidden states [B, T, D], statistics of each layer with a router); images are encoded here."""
+    embeds = image_embeds(params, cfg, batch, ctx.placement, ctx.remat)
+    packed = replace(ctx.packed(batch), image_ids=image_ids(cfg, batch))
+    return trunk(params, cfg, batch.tokens, batch.positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
 
 
 def cross_entropy(

@@ -134,12 +134,17 @@ class Ready:
         """Return the compiled function (params, batch, the state's reference) -> (sums, their divisor)."""
         fn = make_eval(self.cfg, self.objective, step_context(self.settings, self.placement, self.platform))
         frozen = self._abstract_frozen[0] if self._abstract_frozen else None
-        program = (
-            jax.jit(fn)
-            .lower(self.abstract_state.params, self.abstract_batch, frozen, self.abstract_state.reference)
-            .compile()
-        )
-        return lambda params, batch, reference: program(params, batch, self.frozen, reference)
+
+        @functools.cache
+        def program(entries: int) -> Any:
+            state, batch = (
+                self.abstract_state,
+                abstract_batch(self.settings, self.objective.columns, self.placement, entries),
+            )
+            return jax.jit(fn).lower(state.params, batch, frozen, state.reference).compile()
+
+        program(1)  # what does not fit is refused before the first step
+        return lambda params, batch, reference: program(self.entries_of(batch))(params, batch, self.frozen, reference)
 
     @cached_property
     def frozen(self) -> Any:

@@ -15,6 +15,7 @@ from dovetail.core.reporter import Progress
 from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hf import read_params
 from dovetail.io.hub import resolve
+from dovetail.io.images.processor import copy_processor
 from dovetail.io.load import open_checkpoint, save, stored_dtype
 from dovetail.io.peft import read_adapter
 from dovetail.models.config import scored
@@ -190,4 +191,5 @@ def merge(
             params["score"] = jnp.asarray(adapters.pop("score"), kept)
         whole = merged(params, jax.tree.map(jnp.asarray, adapters), cfg, lora)
     save(to, cfg, whole, adapter_tokenizer(adapter, tokenizer))
+    copy_processor(path, to)
     return to

@@ -18,7 +18,8 @@ from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
 from dovetail.core.types import Params
-from dovetail.io.hub import name_for_others
+from dovetail.io.hub import name_for_others, resolve
+from dovetail.io.images.processor import copy_processor
 from dovetail.io.load import config_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -54,7 +55,9 @@ def policy_of(settings: Tuning) -> Policy:
     """Return the policy of a recipe: with `lora`, adapters on frozen weights."""
     lora, check = settings.lora, functools.partial(check_model, settings)
     if lora is None:
-        return Policy(spec, lambda params, ctx: params, check=check)
+        return Policy(
+            spec, lambda params, ctx: params, export=functools.partial(_export, weights=settings.weights), check=check
+        )
     return Policy(
         specs=functools.partial(lora_spec, lora=lora),
         params=lambda params, ctx: attach(ctx.frozen, params, lora, ctx.key),
@@ -118,7 +121,6 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
 
     def load(cfg: ModelConfig, placement: Placement) -> Params:
         from dovetail.io.hf import read_params
-        from dovetail.io.hub import resolve
         from dovetail.io.load import open_checkpoint
 
         path = resolve(weights)
@@ -201,6 +203,15 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
             )
     scale = theirs.scale / lora.scale  # the same update at another alpha
     return jax.tree_util.tree_map_with_path(lambda path, x: x * scale if path[-1].key == "lora_b" else x, tree)
+
+
+def _export(
+    folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any, *, weights: str
+) -> None:
+    """Write all weights, beside the image processor of the model that they were trained from."""
+    export(folder, cfg, params, tokenizer, dtype)
+    if cfg.vision and jax.process_index() == 0:
+        copy_processor(resolve(weights), folder)
 
 
 def _export_adapter(

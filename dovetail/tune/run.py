@@ -25,9 +25,11 @@ from dovetail.data.example_rows import ExampleLoader, open_examples
 from dovetail.data.example_store import ExampleStats
 from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import resolve
-from dovetail.io.load import open_checkpoint
+from dovetail.io.images.processor import ImageProcessor
+from dovetail.io.load import config_of, find_processor, open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.decoder import greedy
+from dovetail.models.towers.vision import Tower
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.prepare import Ready
@@ -110,8 +112,16 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
     if isinstance(data, str | Path):
         return None, {"data": {"path": str(data)}}
     records = list(data)
-    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=_content).encode()).hexdigest()[:12]
     return records, {"data": {"path": f"{len(records)} records of a program, {digest}"}}
+
+
+def _content(value: Any) -> str:
+    """Return what stands for a value in a digest: that of an image or an array is its content, not its address."""
+    if not hasattr(value, "tobytes"):
+        return repr(value)
+    size = getattr(value, "size", None)
+    return f"{type(value).__name__} {size} {hashlib.sha256(value.tobytes()).hexdigest()}"
 
 
 class _Data:
@@ -126,6 +136,8 @@ class _Data:
         if settings.tokens:  # counted without padding
             per_step = rows.tokens_per_epoch / rows.steps_per_epoch
             settings = replace(settings, tokens=0, steps=math.ceil(settings.tokens / per_step))
+        if settings.takes_images:
+            settings = replace(settings, image_patches=rows.examples.max_patches)
         settings = with_teacher_cfg(replace(settings.with_steps(rows.rows_per_epoch), length=rows.length))
         return self._settle(settings, rows)
 
@@ -137,7 +149,7 @@ class _Data:
                 self._read = open_examples(
                     settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,
                     columns=settings.columns, records=records, progress=progress, packing=settings.packing,
-                    trained=settings.trained_tokens,
+                    trained=settings.trained_tokens, vision=vision_of(settings),
                 )  # fmt: skip
         return self._read
 
@@ -195,6 +207,13 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
         )
     template = template_source(settings.data)
     return found if template is None else found.with_templates(template)
+
+
+def vision_of(settings: Tuning) -> tuple[ImageProcessor, Tower] | None:
+    """Return the model's image processor and vision tower; None where images are not trained on."""
+    vision = config_of(settings.model).vision if settings.takes_images else None
+    processor = find_processor(settings.weights, tokenizer_of(settings)) if vision else None
+    return (processor, vision.tower) if vision and processor else None
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Tuning(Training):
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
     exports_at_end: ClassVar[bool] = True
     starts_from_model: ClassVar[bool] = True
+    takes_images: ClassVar[bool] = False
 
     epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
     batch: int = 8  # examples (or pairs) of one step; with packing, rows
@@ -115,8 +116,12 @@ class Tuning(Training):
 class Sft(Tuning):
     """Supervised fine-tuning, by default on the assistant's tokens alone."""
 
+    takes_images: ClassVar[bool] = True
+
     assistant_only_loss: bool = True  # false: train every token of a conversation
     completion_only_loss: bool = True  # false: train the prompt as well as the completion
+    # the most patches of an image's item in the data, 0 without images: tune.run fills it in
+    image_patches: int = field(default=0, compare=False, repr=False, metadata=NOT_A_KEY)
 
     @property
     def trained_tokens(self) -> TrainedTokens:

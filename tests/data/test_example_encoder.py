@@ -171,7 +171,7 @@ def turns(messages):
 
 def written(tokenizer, documents):
     """The text of each run of trained tokens."""
-    for tokens, mask in documents:
+    for tokens, mask, _ in documents:
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
         for start, stop in edges.reshape(-1, 2):
             yield tokenizer.decode(tokens[start:stop], skip_special=False)

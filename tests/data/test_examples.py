@@ -145,8 +145,8 @@ WRONG = {
     "an empty turn": ({"messages": [USER, BOT, USER, BOT | {"content": " "}]}, {}, "messages[3]: "),
     "an empty question": ({"messages": [USER | {"content": ""}, BOT]}, {}, "messages[0]: "),
     "an empty completion": ({"prompt": "x", "completion": ""}, {}, "the completion is empty"),
-    "an image": (
-        {"messages": [USER | {"content": [{"type": "image", "url": "x"}]}, BOT]}, {}, "messages[0].content[0]: "
+    "a video": (
+        {"messages": [USER | {"content": [{"type": "video", "url": "x"}]}, BOT]}, {}, "messages[0].content[0]: "
     ),
     "a misspelt role": ({"messages": [USER, BOT | {"role": "asistant"}]}, {}, "Did you mean 'assistant'"),
     "no messages": ({"messages": []}, {}, "messages: "),

@@ -24,6 +24,8 @@ ELSEWHERE = {
     "dovetail plan --calibrate": "it depends on the machine: tests/cli/test_plan.py",
     "dovetail compile": "minutes of libtpu: tests/cli/test_compile.py, tests/tpu",
     "dovetail convert ibm-granite/": "fetches 5 GB from the hub",
+    "dovetail data show colours.jsonl": "pictures of the reader's: tests/tune/test_images.py",
+    "dovetail sft --model tiny-smolvlm": "pictures of the reader's: tests/tune/test_images.py",
     "dovetail draft": "minutes: tests/tune/test_draft.py",
     'dovetail serve smollm2-135m --speculative-config {"model": "drafter"}': "the drafter of the command before it",
     "dovetail pretrain llama3-1b": "for TPUs: its recipe is read, laid out and lowered in tests/train",

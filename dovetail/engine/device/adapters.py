@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from dovetail.core.errors import CheckpointError, RequestError, UserError
+from dovetail.core.errors import CheckpointError, RequestError, UnsupportedError, UserError
 from dovetail.core.mesh import param_sharding
 from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Params
@@ -33,6 +33,7 @@ from dovetail.models.serving_lora import (
     with_tables,
     write_slot,
 )
+from dovetail.models.spec import VISION
 
 RANK = 16  # of the slots, if neither an option nor a loaded adapter gives more
 
@@ -76,7 +77,7 @@ class Adapters:
             raise UserError(f"`name` of an adapter must be a non-empty string, got {name!r}", param="name")
         if not self.layout.slots:
             raise UserError("the engine has no slots for adapters: start it with max_loras", param="max_loras")
-        lora, tree = read_adapter(path, self.layout.cfg)
+        lora, tree = _read(path, self.layout.cfg)
         return slot_values(self.layout, tree, lora, self._dtype)
 
     def place(self, name: str, used: Collection[int] = ()) -> int | None:
@@ -150,11 +151,23 @@ def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = No
     return layout
 
 
+def _read(path: str, cfg: ModelConfig) -> tuple[Lora, Params]:
+    """Read an adapter; refuse one of the vision tower, whose features all requests share."""
+    lora, tree = read_adapter(path, cfg)
+    if VISION in tree:
+        raise UnsupportedError(
+            f"{path} adapts the vision tower or its projector, and the engine serves adapters of the language model "
+            "alone: write it into the model with `dovetail merge`",
+            param="lora_modules",
+        )
+    return lora, tree
+
+
 def _layout(
     cfg: ModelConfig, options: EngineOptions, placement: Any
 ) -> tuple[SlotLayout, dict[str, tuple[Lora, Params]]]:
     """Return the layout of the slots, and the adapters that were read to be put there."""
-    read = {name: read_adapter(path, cfg) for name, path in options.lora_modules.items()}
+    read = {name: _read(path, cfg) for name, path in options.lora_modules.items()}
     ranks = [greatest_rank(tree) for _, tree in read.values()]
     slots = len(read) if options.max_loras is None else options.max_loras
     return SlotLayout(cfg, slots, options.max_lora_rank or max(ranks, default=RANK), placement), read

@@ -97,6 +97,18 @@ def read_processor(folder: str | Path, vision: Vision, tokenizer: Tokenizer) -> 
     return processor
 
 
+def has_processor(folder: str | Path) -> bool:
+    """Return whether a model's folder has the settings of an image processor."""
+    return any((Path(folder) / name).is_file() for name in _FILES)
+
+
+def copy_processor(source: str | Path, folder: str | Path) -> None:
+    """Copy the settings of a model's image processor, if it has one, into the folder of other weights of it."""
+    for path in (Path(source) / name for name in _FILES):
+        if path.is_file():
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+
+
 def at_detail(processor: ImageProcessor, detail: str) -> ImageProcessor:
     """Return the processor for a `detail` of OpenAI's API: "auto", "high" and "original" are the model's settings."""
     if detail not in DETAILS:

@@ -1,0 +1,204 @@
+"""The images of examples: read from records, kept as files beside the tokens, and made into a batch's patches.
+
+A store keeps the files, not the pixels: a photo of 100 KB may become 13 MB of tiles. The loader's threads decode them.
+
+B rows, T tokens, M items of a row (padded), P patches of an item (padded), C numbers of a patch.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.core.errors import UserError
+from dovetail.core.types import Batch
+from dovetail.io.chat import is_image
+from dovetail.io.images.decode import as_image
+from dovetail.io.images.item import ImageItem
+from dovetail.io.images.processor import ImageProcessor
+from dovetail.models.towers.vision import Tower
+
+FILES, TABLE = "images.bin", "images.npz"
+PATCHES, POSITIONS, INDEX = "patches", "patch_positions", "image_index"  # columns of a batch: see `PictureRows`
+TEXT_ONLY = "only `dovetail sft` trains on images, with a model that has a vision tower"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Hold an image of an example, and what the model's processor makes of it."""
+
+    file: bytes  # a JPEG, PNG, WebP or GIF file
+    text: str  # takes the place of its placeholder
+    tokens: int  # image tokens of the text
+    items: int
+    patches: int  # of its largest item
+
+
+def read_picture(value: Any, processor: ImageProcessor, folder: Path) -> Picture:
+    """Return the image of a record.
+
+    Args:
+        value: A path, a data: URL, bytes, a dict of `bytes` or `path` (as Hugging Face datasets store images), a PIL
+            image or an array.
+        processor: The model's.
+        folder: The folder that relative paths start from.
+    """
+    file = _file(value, folder)
+    found = processor(as_image(file, param="images"), "images")
+    tokens = sum(item.grid[0] * item.grid[1] for item in found.items)
+    return Picture(file, found.text, tokens, len(found.items), max(len(item.patches) for item in found.items))
+
+
+def _file(value: Any, folder: Path) -> bytes:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        return _from_url(value)
+    if isinstance(value, str) and "://" in value[:8]:
+        raise UserError(f"images: {value[:60]!r} is not read from the network: download it, and give its path")
+    if isinstance(value, str | Path):
+        path = folder / Path(value).expanduser()
+        if not path.is_file():
+            raise UserError(f"images: there is no file {str(path)!r}; relative paths start from the data's folder")
+        return path.read_bytes()
+    return _as_png(as_image(value, param="images"))
+
+
+def _from_url(url: str) -> bytes:
+    head, _, data = url.partition(",")
+    try:
+        if head.endswith(";base64"):
+            return base64.b64decode(data, validate=True)
+    except binascii.Error:
+        pass
+    raise UserError(f"images: expected a data: URL in base64, got {url[:40]!r}")
+
+
+def _as_png(pixels: np.ndarray) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def count_images(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of image parts of messages."""
+    contents = [message.get("content") for message in messages]
+    return sum(is_image(part) for content in contents if isinstance(content, list) for part in content)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+class PictureWriter:
+    """Write the images of documents, one document after another; without images it writes no file."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._files, self._out = folder, ExitStack(), None
+        self._sizes, self._items, self._patches, self._counts = array("q"), array("q"), array("q"), array("q")
+
+    def add(self, pictures: Sequence[Picture]) -> None:
+        """Write the images of the next document."""
+        self._counts.append(len(pictures))
+        for picture in pictures:
+            if self._out is None:
+                self._out = self._files.enter_context((self._folder / FILES).open("wb"))
+            self._out.write(picture.file)
+            self._sizes.append(len(picture.file))
+            self._items.append(picture.items)
+            self._patches.append(picture.patches)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._files.close()
+
+    def finish(self) -> None:
+        """Close the file, and write where each image is."""
+        self.close()
+        if self._out is not None:
+            first, offsets = (np.concatenate([[0], np.cumsum(x)]) for x in (self._counts, self._sizes))
+            items, patches = np.asarray(self._items), np.asarray(self._patches)
+            np.savez(self._folder / TABLE, first=first, offsets=offsets, items=items, patches=patches)
+
+
+class StoredPictures:
+    """Read the images of a store."""
+
+    def __init__(self, folder: Path):
+        table = np.load(folder / TABLE)
+        self._first, self._offsets = table["first"], table["offsets"]  # [documents + 1] images, [images + 1] bytes
+        self._items, self.max_patches = table["items"], int(table["patches"].max())
+        self._bytes = np.memmap(folder / FILES, np.uint8, "r")
+        self.arrays = self._bytes, self._first, self._offsets
+
+    @classmethod
+    def of(cls, folder: Path) -> StoredPictures | None:
+        """Return the images of a store's folder; None if it has none."""
+        return cls(folder) if (folder / TABLE).exists() else None
+
+    def num_items(self, document: int) -> int:
+        """Return the number of items of a document's images."""
+        return int(self._items[self._first[document] : self._first[document + 1]].sum())
+
+    def files(self, document: int) -> list[bytes]:
+        """Return the files of a document's images."""
+        places = range(int(self._first[document]), int(self._first[document + 1]))
+        return [self._bytes[self._offsets[i] : self._offsets[i + 1]].tobytes() for i in places]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PictureRows:
+    """Add the columns of images to batches.
+
+    `patches` [B, M, P * C] uint8 and `patch_positions` [B, M, P * 2] int32 are the items of each row, and `image_index`
+    [B, T] int32 is 0, or 1 + the number of the feature among those of the row that replaces the token's embedding.
+    """
+
+    processor: ImageProcessor
+    tower: Tower
+    patches: int  # P
+
+    def add(self, batch: Any, files: Sequence[Sequence[bytes]], items: int) -> Batch:
+        """Return the batch with the images `files` of each row, padded to at least `items` items."""
+        B, M, C = len(files), bucket(items), self.tower.patch_dim
+        pixels = np.zeros((B, M, self.patches, C), np.uint8)
+        positions = np.zeros((B, M, self.patches, 2), np.int32)
+        index = np.zeros(batch.tokens.shape, np.int32)
+        for b, own in enumerate(files):
+            found = [item for file in own for item in self._items(file)]
+            for m, item in enumerate(found):
+                positions[b, m] = -1
+                pixels[b, m, : len(item.patches)] = item.patches
+                positions[b, m, : len(item.patches)] = item.positions
+            index[b, batch.tokens[b] == self.processor.image_id] = self._index(found)
+        flat = {PATCHES: pixels.reshape(B, M, -1), POSITIONS: positions.reshape(B, M, -1), INDEX: index}
+        return replace(batch, columns={**batch.columns, **flat})
+
+    def _items(self, file: bytes) -> tuple[ImageItem, ...]:
+        return self.processor(as_image(file, param="images"), "images").items
+
+    def _index(self, items: Sequence[ImageItem]) -> np.ndarray:
+        each = self.patches // self.tower.patches_per_feature
+        own = [m * each + np.arange(item.grid[0] * item.grid[1]) for m, item in enumerate(items)]
+        return np.concatenate([np.zeros(0, np.int64), *own]) + 1
+
+
+def bucket(items: int) -> int:
+    """Return the items that a row is padded to: few sizes, each at most a quarter above the one before it."""
+    step = 1 << max(0, items.bit_length() - 3)
+    return max(1, -(-items // step) * step)
