@@ -137,10 +137,7 @@ class Ready:
 
         @functools.cache
         def program(entries: int) -> Any:
-            state, batch = (
-                self.abstract_state,
-                abstract_batch(self.settings, self.objective.columns, self.placement, entries),
-            )
+            state, batch = self.abstract_state, self._abstract_batch(self.settings, entries)
             return jax.jit(fn).lower(state.params, batch, frozen, state.reference).compile()
 
         program(1)  # what does not fit is refused before the first step
