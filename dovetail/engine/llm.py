@@ -29,11 +29,12 @@ from dovetail.engine.build import build_engine, check_model, compute_for, placem
 from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.request.images import ImageReader, has_images
+from dovetail.engine.request.images import ImageReader
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams, renamed_attribute
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
+from dovetail.io.chat import has_images
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor

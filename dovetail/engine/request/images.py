@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import RequestError
-from dovetail.io.chat import is_image
 from dovetail.io.hub import resolve
 from dovetail.io.images.decode import as_image
 from dovetail.io.images.item import ImagePrompt
@@ -78,12 +77,6 @@ class ImageReader:
         if isinstance(text, str):
             return encode_text(text, images, processor, tokenizer.encode)
         return encode_tokens(text, images, processor, tokenizer)
-
-
-def has_images(messages: Many[Mapping[str, Any]]) -> bool:
-    """Return whether a message has an image part."""
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    return any(is_image(part) for content in contents if isinstance(content, list | tuple) for part in content)
 
 
 def _sources(data: Any) -> list[Any]:
