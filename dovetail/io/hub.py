@@ -343,5 +343,6 @@ PUBLISHED = {
 # Shipped architectures without weights to serve, and why.
 UNPUBLISHED = {
     "deepseek-v3": "deepseek-ai/DeepSeek-V3 is published in fp8, which is not loaded: serve a folder with a bf16 copy",
+    **dict.fromkeys(("siglip-b16", "tiny-vit", "vit-b16", "vit-s16"), "a model of images alone cannot be served"),
     "tiny": "no weights of it are published: train it (dovetail pretrain tiny) and serve the export of the run",
 }

@@ -35,7 +35,7 @@ class Device:
     """A runner that samples consecutive numbers, and EOS at the given (launch, step, row)."""
 
     def __init__(self, rows: int, ends=()):
-        self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False)
+        self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False, vision=None)
         self.buckets, self.weights = SimpleNamespace(max_rows=rows, steps=(1, 4)), SimpleNamespace(version=0)
         self.programs, self.adapters = SimpleNamespace(everywhere=None, history_sharding=None, devices=[Unknown]), None
         self.compute, self.is_warm, self.is_compiling = None, True, False

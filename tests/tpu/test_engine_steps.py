@@ -37,7 +37,8 @@ def made(name: str, chip: str, tensor: int) -> AbstractEngine:
 
 def test_every_family_is_there():
     families = {REGISTERED[parse_config(dict(hf)).family].architecture for hf in FAMILIES.values()}
-    assert families == {family.architecture for family in REGISTERED.values()}
+    served = {family.architecture for kind, family in REGISTERED.items() if kind != "siglip"}  # a model of images alone
+    assert families == served
 
 
 @pytest.mark.tpu
