@@ -138,9 +138,7 @@ def _without_eos(outer: dict) -> dict:
 
 
 def test_every_family_has_a_parity_row_and_a_row_in_the_readme():
-    decoders = {
-        kind for kind in registry.FAMILIES if kind != "siglip"
-    }  # test_image_models.py has SigLIP's
+    decoders = {kind for kind in registry.FAMILIES if kind != "siglip"}  # test_image_models.py has SigLIP's
     assert {parse_config(config(name)).family for name in FAMILIES} == decoders
     table = (Path(__file__).parents[2] / "README.md").read_text()
     assert [kind for kind in registry.FAMILIES if f"`{kind}`" not in table] == []
