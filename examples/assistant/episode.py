@@ -1,4 +1,4 @@
-"""An episode of training: one meal, told or shown, and the tools on a diary of its own."""
+"""Define an episode of training: the user describes or shows one meal, and the tools write to a new diary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the assistant's training is made of: synthetic meals and their pictures, rewards and the success rate."""
+"""Test the parts of the assistant's training: synthetic meals and their pictures, rewards and the success rate."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_paged_prompts_in_chunks_equal_packed_ones(name):
 
 
 def _chunk(prompt: Example, at: int, per_item: int) -> int:
-    """How many tokens go in next: with an image that starts in them, all of it, and of the last ones each alone."""
+    """Return the size of the next chunk: never ending inside an image, and 1 after the last image."""
     left = prompt.image_ids[at:]
     return min(per_item + 5, len(left)) if left.any() else min(1, len(left))
 

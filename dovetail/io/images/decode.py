@@ -46,10 +46,7 @@ def as_image(
     if isinstance(image, str) and (image.startswith("data:") or "://" in image):
         image = _from_url(image, param, max_bytes)
     if isinstance(image, str | PathLike):
-        path = Path(image)
-        if path.stat().st_size > max_bytes:
-            raise _too_many_bytes(path.stat().st_size, max_bytes, param)
-        image = path.read_bytes()
+        image = _read_file(Path(image), param, max_bytes)
     if isinstance(image, bytes | bytearray | memoryview):
         return decode(bytes(image), param=param, max_bytes=max_bytes, max_pixels=max_pixels)
     if isinstance(image, np.ndarray):
@@ -60,6 +57,16 @@ def as_image(
         raise RequestError(message, param=param, code="invalid_image")
     _check_size(image.size, max_pixels, param)
     return _load(image, param)
+
+
+def _read_file(path: Path, param: str, max_bytes: int) -> bytes:
+    try:
+        if path.stat().st_size > max_bytes:
+            raise _too_many_bytes(path.stat().st_size, max_bytes, param)
+        return path.read_bytes()
+    except OSError as error:
+        message = f"`{param}` cannot be read: {path}: {error.strerror}."
+        raise RequestError(message, param=param, code="invalid_image") from error
 
 
 def decode(

@@ -5,6 +5,7 @@ N items, P patches of an item, C numbers of a patch, D width.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ def centred(patches: jax.Array, dtype: Any) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class SiglipTower:
+class SiglipTower(abc.ABC):
     """Describe a tower of SigLIP and a projector that makes one feature of a square of patches.
 
     Attributes:
@@ -154,13 +155,13 @@ class SiglipTower:
         return self.siglip.flops() + 2.0 * features * self.projector_size
 
     @property
+    @abc.abstractmethod
     def projector_size(self) -> int:
         """Return the elements of the projector's matrix."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def project(self, params: Params, squares: jax.Array) -> jax.Array:
         """Map the patches of squares [N, F, square * square, width] to features [N, F, dim]."""
-        raise NotImplementedError
 
     def __call__(
         self, params: Params, patches: jax.Array, positions: jax.Array, placement: Placement | None = None

@@ -1,4 +1,4 @@
-"""How a language model sees images: its vision tower, and what its layers do with the features.
+"""Describe how a language model sees images: its vision tower, and what its layers do with the features.
 
 An image becomes one or more items, and each item is a list of patches. A tower maps the patches of an item to features,
 each of which takes the place of the embedding of one image token.

@@ -246,3 +246,8 @@ def test_a_file_is_measured_before_it_is_read(tmp_path):
         out.truncate(10**9)
     with refuses("image", RequestError, "image_file_too_large"):
         as_image(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with refuses("image", RequestError, "invalid_image"):
+        as_image(tmp_path / "missing.png")
