@@ -11,16 +11,6 @@ from dovetail.ops.moe import Router
 
 def parse_gemma4(f: Fields) -> ModelConfig:
     """Parse the config of Gemma 4's text model."""
-    return _parse(f, f.nullable("hidden_size_per_layer_input", 256) or 0)
-
-
-def parse_unified(f: Fields) -> ModelConfig:
-    """Parse the config of Gemma 4 12B's text model, which has neither experts nor per-layer embeddings."""
-    f.only("enable_moe_block", False)
-    return _parse(f, 0)
-
-
-def _parse(f: Fields, per_layer: int) -> ModelConfig:
     f.only("use_bidirectional_attention", None, "vision")  # "vision": images only, which this tower never sees
     n = f.get("num_hidden_layers")
     windows = read_windows(f, ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(n)])
@@ -35,6 +25,7 @@ def _parse(f: Fields, per_layer: int) -> ModelConfig:
         shares = i >= first_shared > 0
         attn = _attention(f, i, windows, first_shared if shares else None)
         mlp = Mlp(width * 2 if wide and shares else width, glu)
+        per_layer = f.nullable("hidden_size_per_layer_input", 256) or 0
         layers.append(Layer(attn, mlp, moe, post_norm=True, per_layer_dim=per_layer, scalar=True))
     return finish(
         f,
@@ -96,7 +87,4 @@ NAMES = SANDWICH | {
     "moe.down": "experts.down_proj",
 }
 
-FAMILIES = (
-    Family(("gemma4_text",), "Gemma4ForCausalLM", parse_gemma4, NAMES, experts="stacked", unused=OTHER_TOWERS),
-    Family(("gemma4_unified_text",), "Gemma4UnifiedForCausalLM", parse_unified, NAMES, unused=OTHER_TOWERS),
-)
+FAMILIES = (Family(("gemma4_text",), "Gemma4ForCausalLM", parse_gemma4, NAMES, experts="stacked", unused=OTHER_TOWERS),)

@@ -78,6 +78,12 @@ class Gemma4UnifiedTower(SquareTower):
         return matmul(rms_norm(x, None, self.eps), params["proj"])
 
 
+def as_gemma4(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the text model's config as one of Gemma 4, which has the same layers without experts."""
+    vision = {"use_bidirectional_attention": "vision"}
+    return vision | text | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "enable_moe_block": False}
+
+
 def parse_unified(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
     """Parse the config of Gemma 4 12B."""
     skip_other_media(f)
@@ -89,7 +95,7 @@ def parse_unified(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
         patch_size=side, square=1, tokens=f.get("vision_soft_tokens_per_image", TOKENS),
         positions=vision.get("mm_posemb_size", 1120), width=width, eps=vision.get("rms_norm_eps", 1e-6), dim=text.dim,
     )  # fmt: skip
-    sees_both_ways = text.text_hf().get("use_bidirectional_attention", "vision") == "vision"
+    sees_both_ways = text.text_hf().get("use_bidirectional_attention") == "vision"
     return Vision(tower, f.get("image_token_id", 258_880), block_mask="sliding" if sees_both_ways else "")
 
 
@@ -99,6 +105,7 @@ FAMILIES = (
         "Gemma4UnifiedForConditionalGeneration",
         parse_unified,
         text_prefix="model.language_model.",
+        as_text=as_gemma4,
         dropped=("audio_config",),
         unused=(r"model\.embed_audio\..*",),
     ),
