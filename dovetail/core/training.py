@@ -210,6 +210,7 @@ class StepModels:
     # settings of a reference in the training state, a copy of the initial weights that may be synchronised; None: none
     reference: Any = None
     mtp: bool = False  # whether layers of multi-token prediction are trained
+    images: tuple[int, int] = (0, 0)  # items of images in a row, which the step encodes, and patches of an item
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from dovetail.models.towers.vision import Tower
 KINDS = ("sft", "preference", "unpaired")
 COLUMNS = ("document", "label", "margin")  # those that examples bring themselves
 BLOCK = 128  # tokens of a block of the TPU's attention kernels
+COUNTED_ROWS = 1000  # of which the images are counted for the plan of memory
 
 
 def open_examples(
@@ -191,6 +192,13 @@ class ExampleLoader(Loader):
         own = rows[self._first : self._first + self._share]
         files = [[file for document in row for file in self.examples.images(document)] for row in own]
         return self._pictures.add(found, files, items)
+
+    def max_items(self) -> int:
+        """Return the most items of images in a row, among the first rows, for the plan of memory."""
+        if self._pictures is None:
+            return 0
+        first = range(min(self.rows_per_epoch, COUNTED_ROWS))
+        return max(sum(self.examples.num_items(piece.document) for piece in self.rows.pieces(i)) for i in first)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Describe a dense feed-forward half."""
+    """Describe a dense feed-forward half; that of a vision encoder is not gated."""
 
     width: int
     glu: Glu
     bias: bool = False
+    gated: bool = True
 
     @property
     def projections(self) -> dict[str, int]:
         """Return the products of the layer's input, each with its width."""
-        return {"gate": self.width, "up": self.width}
+        return {"gate": self.width, "up": self.width} if self.gated else {"up": self.width}
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def image_model(images: ImageClassifier | ImageText, source: str) -> ModelConfig
 def _layer(of: Encoder, window: int | None = None) -> Layer:
     H = of.dim // of.heads
     attn = Attention(of.heads, of.heads, H, H**-0.5, None, window, qkv_bias=True, out_bias=True)
-    return Layer(attn, Mlp(of.width, Glu(of.act), bias=True))
+    return Layer(attn, Mlp(of.width, Glu(of.act), bias=True, gated=False))
 
 
 def with_classes(hf: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -255,7 +255,10 @@ def feature_width(dim: int, deepstack: tuple[int, ...]) -> int:
 
 
 def _encoder_bytes(cfg: ModelConfig, tensor: int, itemsize: float) -> int:
-    """Estimate the largest call of a vision encoder: residual stream and norm, and the widest product of a block."""
+    """Estimate the largest call of a vision encoder: residual stream and norm, and the widest product of a block.
+
+    For 16 images of 1,024 patches in four blocks of SigLIP-B, libtpu's compiler needs 239 MiB, and 264 are estimated.
+    """
     if cfg.vision is None:
         return 0
     tower = cfg.vision.tower

@@ -6,7 +6,7 @@ values by remat policy, plus one layer's working set. The peak is at one of four
 - the end of the forward pass, where a loop over groups of layers holds the last group's saved values twice;
 - the loss, with all saved values and a chunk of logits;
 - the first layer of the backward pass, with its working set in place of the logits;
-- the update, with all gradients and no saved values.
+- the update, with all gradients and no saved values, or before it the backward pass of a vision tower, which is last.
 
 The backward pass frees activations while it creates gradients, so both are never complete at the same time, except
 that a loop over layers holds its gradients as stacked arrays from its first iteration to its last.
@@ -38,7 +38,7 @@ from dovetail.models.frozen import frozen_bytes
 from dovetail.models.lora import Lora, lora_spec
 from dovetail.models.mtp import mtp_depth, mtp_layer, with_mtp
 from dovetail.models.repeats import repeats
-from dovetail.models.spec import spec
+from dovetail.models.spec import VISION, spec
 
 PLANNED = 0.92  # the share of a device's memory that a plan may fill; fragmentation and the runtime take the rest
 # The same share of a host's memory: while a checkpoint is written, the host holds the state twice more. Measured with
@@ -48,6 +48,9 @@ BYTES = {name: compute_of(name).dtype.itemsize for name in ("bf16", "f32", "tf32
 # A loop over layers without remat saves this many times as much: all residuals of autodiff, many of them in f32.
 # Outside of loops XLA recomputes the cheap ones. Counted: 2.0 for Llama's layers, 2.2 for Qwen3's with QK norms.
 LOOPED = 2.1
+# The same of an encoder's blocks (ViT), whose layer norms alone keep more: (14 D + 2 F) / (8 D + 2 F) with F = 4 D.
+# XLA's CPU compiler holds bf16 as f32, so that the norms' values take no more than others: (10 D + 2 F).
+LOOPED_ENCODER, LOOPED_ENCODER_HOST = 1.4, 1.13
 LANES = 128  # a TPU pads heads to whole lanes
 DOCUMENTS = 16  # cuDNN keeps softmax sums for this many documents per row (15 and the padding: train.prepare)
 _SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that split weights
@@ -110,18 +113,43 @@ def memory(
     shards = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
     sums = 4 * elements if rows * shards < settings.batch else 0  # gradient accumulator over microsteps
     stacked = elements * itemsize if settings.scan else 0  # gradients of a loop over layers
+    copied = stacked if cfg.images else 0  # an encoder's weights are stacked in the step
     tokens = rows * settings.length // axes.get("context", 1)
     kept_all = on_host and not settings.scan
     remat = "none" if kept_all else remat
     saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, on_tpu)
-    saved = int(tokens * itemsize * saved * (LOOPED if remat == "none" and (settings.scan or kept_all) else 1))
+    looped = _looped(cfg, on_host, kept_all) if remat == "none" and (settings.scan or kept_all) else 1
+    saved = int(tokens * itemsize * saved * looped) + copied
     working *= tokens * itemsize
+    items, patches = models.images
+    tower = tower_saved(cfg, models.adapter, tensor, patches * kept_all) * rows * items * patches * itemsize
+    saved += tower if remat == "none" else 0
     group = int(saved * _group(cfg)) if settings.scan else 0
     in_forward = state(gradients=sums, activations=saved + group, logits=0)
     in_loss = state(gradients=sums, activations=saved, logits=_logits(cfg, settings, tensor, tokens))
     in_backward = state(gradients=sums + stacked, activations=saved + working, logits=0)
-    in_update = state(gradients=sums + elements * BYTES[settings.precision.params], activations=working, logits=0)
+    in_update = state(
+        gradients=sums + elements * BYTES[settings.precision.params], activations=max(working, tower), logits=0
+    )
     return max(in_forward, in_loss, in_backward, in_update, key=lambda moment: moment.total)
+
+
+def _looped(cfg: ModelConfig, on_host: bool, kept_all: bool) -> float:
+    if not cfg.images:
+        return LOOPED
+    encoder = cfg.images.tower.encoder
+    if kept_all:
+        D, F, scores = encoder.dim, encoder.width, encoder.heads * cfg.max_len
+        return host_block(D, F, scores) / (8 * D + 2 * F)
+    return LOOPED_ENCODER_HOST if on_host else LOOPED_ENCODER
+
+
+def host_block(D: int, F: int, scores: int) -> int:
+    """Return the elements per patch of an encoder block that XLA's CPU compiler keeps outside of loops.
+
+    It merges recomputed values with the first ones: those of the activation function and of attention are kept too.
+    """
+    return 10 * D + 4 * F + 3 * scores
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,17 +278,36 @@ def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: b
     turned, products, out = layer.attn.activations(tensor)
     kept = _padded(out, layer.attn.heads // tensor or 1, LANES if on_tpu else 1)
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
-    sums = 2 * (1 if on_tpu else DOCUMENTS) * layer.attn.heads // tensor  # of softmax, f32
+    gated = layer.mlp is None or layer.mlp.gated
+    sums = 2 * (1 if on_tpu or not gated else DOCUMENTS) * layer.attn.heads // tensor  # of softmax, f32
     if remat == "full":
         return D
     if remat == "attention":
         return D + kept + sums
     if remat == "dots":  # the outputs of products; with a post-norm also that of the last one
-        return (2 + layer.post_norm) * D + products + kept + sums + 2 * hidden + ends
+        return (2 + layer.post_norm) * D + products + kept + sums + (1 + gated) * hidden + ends
     # The inputs of products and kernels. The gradient of a rotation needs nothing, that of a QK norm its input.
     norms = 2 * (layer.pre_norm + layer.post_norm)
     plain = isinstance(layer.attn, Attention) and not layer.attn.qk_norm
-    return (2 + norms) * D + products + (0 if plain else turned) + out + sums + 3 * hidden + 2 * ends
+    return (2 + norms) * D + products + (0 if plain else turned) + out + sums + (2 + gated) * hidden + 2 * ends
+
+
+@functools.lru_cache(maxsize=64)
+def tower_saved(cfg: ModelConfig, adapter: Any, tensor: int, kept: int = 0) -> int:
+    """Return the elements per patch that the blocks of a vision tower save; 0 if nothing of the tower is trained.
+
+    `kept`: the patches of an item, to count what XLA's CPU compiler keeps; 0 on other devices.
+    """
+    trained = adapter is None or (isinstance(adapter, Lora) and VISION in lora_spec(cfg, adapter))
+    if cfg.vision is None or not trained:
+        return 0
+    shapes = [(leaf.axes, leaf.shape) for _, leaf in leaves(cfg.vision.tower.spec())]
+    ups = [shape[0] // tensor for axes, shape in shapes if axes == ("mlp", "embed")]
+    downs = [shape for axes, shape in shapes if axes == ("embed", "mlp")]
+    if kept:
+        heads = sum(shape[1] for axes, shape in shapes if axes == ("embed", "heads", None))
+        return sum(host_block(D, F, 0) for D, F in downs) + 3 * heads * kept
+    return sum(8 * D + F // tensor for D, F in downs) + sum(ups)
 
 
 def _padded(out: int, heads: int, lanes: int) -> int:

@@ -138,6 +138,7 @@ class _Data:
             settings = replace(settings, tokens=0, steps=math.ceil(settings.tokens / per_step))
         if settings.takes_images:
             settings = replace(settings, image_patches=rows.examples.max_patches)
+            settings = replace(settings, image_items=rows.max_items())
         settings = with_teacher_cfg(replace(settings.with_steps(rows.rows_per_epoch), length=rows.length))
         return self._settle(settings, rows)
 

@@ -6,14 +6,17 @@ import pytest
 
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
+from dovetail.models.registry import read_model
 from dovetail.plan.compiled import count
 from dovetail.plan.exchange import exchanges
 from dovetail.plan.links import one_domain
 from dovetail.plan.plans import MeshPlan
 from dovetail.plan.train_memory import memory
 from dovetail.train import prepare
+from dovetail.train.image_objective import image_objective
+from dovetail.train.image_settings import ImagePretrain
 from dovetail.train.next_token import next_token
-from dovetail.train.settings import Pretrain
+from dovetail.train.pretrain import pretrain_class
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +35,13 @@ def compiled():
 
 
 def _compile(name: str, overrides: tuple[str, ...]) -> SimpleNamespace:
-    settings = recipe.load(name, ["schedule.warmup=0", *overrides], Pretrain)
-    ready = prepare.prepare(settings, next_token(settings))
+    words = ["schedule.warmup=0", *overrides]
+    settings = recipe.load(name, words, pretrain_class(name, words))
+    if isinstance(settings, ImagePretrain):
+        settings = settings.for_model(read_model(settings.model))
+        ready = prepare.prepare(settings, image_objective(settings))
+    else:
+        ready = prepare.prepare(settings, next_token(settings))
     mesh, filled = ready.placement.mesh, ready.settings
     counted = count(ready.lower(None).compile(), dict(mesh.shape), list(mesh.devices.flat))
     predicted = memory(ready.cfg, filled, ready.derived.axes, filled.remat, filled.per_device, on_host=True)
@@ -46,6 +54,9 @@ RUNS = [
     pytest.param("tiny", (), marks=pytest.mark.thorough),
     pytest.param("tiny", ("mesh.fsdp=8", "scan=true"), marks=pytest.mark.slow),
     pytest.param("smollm2-135m", ("batch=8", "length=256"), marks=pytest.mark.thorough),
+    pytest.param("tiny-vit", ("batch=512",), marks=pytest.mark.slow),
+    pytest.param("vit-s16", ("batch=128",), marks=pytest.mark.thorough),
+    pytest.param("siglip-b16", ("batch=64",), marks=pytest.mark.thorough),
 ]
 
 

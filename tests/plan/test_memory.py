@@ -11,16 +11,20 @@ from dovetail.core import recipe
 from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed
+from dovetail.data.settings import TuningData
 from dovetail.models.block import block
 from dovetail.models.decoder import trunk
+from dovetail.models.lora import Lora
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
+from dovetail.models.towers.encoder import SIGLIP
 from dovetail.ops import dispatch
 from dovetail.plan import train_memory as plan
 from dovetail.plan.derive import derive
 from dovetail.plan.flops import recomputed
-from dovetail.plan.train_memory import LOOPED, memory
+from dovetail.plan.train_memory import LOOPED, LOOPED_ENCODER, memory
 from dovetail.train.settings import Pretrain
+from dovetail.tune.settings import Sft
 
 QWEN, LLAMA = "qwen3-0.6b", "llama3-1b"
 MIXTRAL = dict(
@@ -28,6 +32,16 @@ MIXTRAL = dict(
     num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, num_local_experts=8,
     num_experts_per_tok=2, hidden_act="silu",
 )  # fmt: skip
+
+
+SMOLVLM = dict(
+    model_type="smolvlm", scale_factor=4, image_token_id=150,
+    text_config=dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                     vocab_size=49280, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192),
+    vision_config=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+                       image_size=512, patch_size=16),
+)  # fmt: skip
+SFT = Sft(model="here", batch=1, length=512, steps=1, data=TuningData(path="here"))
 
 
 def settings_of(name: str, batch: int, length: int, *more: str):
@@ -153,6 +167,36 @@ def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
     found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2
     expected = plan._saved(D, layer, 1, 1, remat) * (LOOPED if scan else 1)
     assert found == pytest.approx(expected, rel=0.06 if scan else 0)
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_saved_activations_of_an_encoder_are_near_autodiffs_residuals(looped):
+    """Of those, XLA computes the f32 values inside of norms again, except in a loop."""
+    tower, N, P = read_model("vit-s16").images.tower, 3, 197
+    layers = abstract(dict(layers=tower.encoder.spec(dict.fromkeys(SIGLIP, ""))), "bfloat16")["layers"][:1]
+    x = jax.ShapeDtypeStruct((N, P, tower.encoder.dim), jnp.bfloat16)
+    left = jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: tower.encoder(p, x, scan=looped), p, x)[1], layers, x)
+    shaped = [leaf for leaf in jax.tree.leaves(left) if N in leaf.shape and P in leaf.shape]
+    kept = sum(leaf.size * (leaf.dtype.itemsize if looped else 2) for leaf in shaped if leaf.dtype != bool)
+    D, layer = tower.encoder.dim, read_model("vit-s16").layers[0]
+    expected = plan._saved(D, layer, 1, 1, "none") * (LOOPED_ENCODER if looped else 1)
+    norms = 0 if looped else 2 * D  # a norm's output is kept in place of two values inside of it
+    assert kept / (2 * N * P) - norms == pytest.approx(expected, rel=0.03)
+
+
+def test_the_tower_is_counted_in_a_step_with_images():
+    """The peak is at the tower's backward pass, where the gradients of all layers are there."""
+    cfg, D, F, layers = parse_config(SMOLVLM), 768, 3072, 12
+    shown, more = (replace(SFT, image_items=items, image_patches=1024) for items in (5, 10))
+    tower = 5 * 1024 * layers * (8 * D + 2 * F) * 2
+
+    def counted(settings: Sft, remat: str = "none") -> int:
+        return memory(cfg, settings, {}, remat, 1).activations
+
+    assert counted(shown) == tower and counted(more) == counted(more, "full") == 2 * tower
+    only_text, fc1 = Lora(), Lora(target_modules=("fc1",))
+    assert counted(replace(more, lora=only_text)) == counted(replace(SFT, lora=only_text))
+    assert counted(replace(more, lora=fc1)) == counted(more)
 
 
 @pytest.mark.parametrize(
