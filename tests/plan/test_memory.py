@@ -196,7 +196,7 @@ def test_the_tower_is_counted_in_a_step_with_images():
     assert counted(shown) == tower and counted(more) == counted(more, "full") == 2 * tower
     only_text, fc1 = Lora(), Lora(target_modules=("fc1",))
     assert counted(replace(more, lora=only_text)) == counted(replace(SFT, lora=only_text))
-    assert counted(replace(more, lora=fc1)) == counted(more)
+    assert counted(replace(more, lora=fc1)) > 2 * tower
 
 
 @pytest.mark.parametrize(
