@@ -56,7 +56,7 @@ class ZeroShot:
             params = compute_copy(params, ready.specs, compute)
             with compute.products(ready.platform):
                 patches = centred(to_patches(batch.images, model.tower.patch_size), compute.dtype)
-                images = model.image_embeds(params, patches, ready.placement)
+                images = model.image_embeds(params, patches, placement=ready.placement)
                 nearest = jnp.argmax(images @ model.text_embeds(params, prompts).T, axis=-1)
             return ((nearest == batch.labels) * batch.loss_mask).sum(), batch.loss_mask.sum()
 

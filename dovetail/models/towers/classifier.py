@@ -6,16 +6,15 @@ B images, P patches of an image, C numbers of a patch, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored, tree_map
 from dovetail.core.types import Params
+from dovetail.models.towers.encoder import EncoderOptions
 from dovetail.models.towers.siglip import CHANNELS, Siglip, siglip_names
 from dovetail.ops.linear import matmul
 
@@ -46,19 +45,12 @@ class ImageClassifier:
         tree = {"vision": vision} | dense_spec("head", head, self.classes, D, once, "zeros")
         return tree | (dense_spec("pre_logits", "pre_logits", D, D, once) if self.pre_logits else {})
 
-    def __call__(
-        self,
-        params: Params,
-        patches: jax.Array,
-        placement: Placement | None = None,
-        run: Callable | None = None,
-        scan: bool = False,
-    ) -> jax.Array:
-        """Map patches [B, P, C], between -1 and 1, to logits [B, classes] in f32. For the others see Encoder."""
+    def __call__(self, params: Params, patches: jax.Array, **how: Unpack[EncoderOptions]) -> jax.Array:
+        """Map patches [B, P, C], between -1 and 1, to logits [B, classes] in f32."""
         vision = params["vision"]
         if self.fixed_positions:
             vision = {**vision, "positions": jax.lax.stop_gradient(vision["positions"])}
-        x = self.tower(vision, patches, placement, run, scan).mean(axis=1, dtype=jnp.float32).astype(patches.dtype)
+        x = self.tower(vision, patches, **how).mean(axis=1, dtype=jnp.float32).astype(patches.dtype)
         if self.pre_logits:
             x = jnp.tanh(matmul(x, params["pre_logits"], params["pre_logits_bias"]))
         return matmul(x, params["head"], out_dtype=jnp.float32) + params["head_bias"].astype(jnp.float32)

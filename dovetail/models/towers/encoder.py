@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ from dovetail.ops.norm import layer_norm
 from dovetail.ops.rope import Rope, rotate
 
 BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
+
+
+class EncoderOptions(TypedDict, total=False):
+    """Name the options of `Encoder.__call__` that the models around an encoder pass on."""
+
+    placement: Placement | None
+    run: Callable | None
+    scan: bool
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,17 @@ B pairs, P patches of an image, T tokens of a text, D width, K heads, H head dim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.mesh import Placement, constrain
+from dovetail.core.mesh import constrain
 from dovetail.core.spec import ParamSpec, Stored, tree_map
 from dovetail.core.types import Params
 from dovetail.models.towers.classifier import dense_spec, with_vit_init, with_xavier_init
-from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, norm, norm_spec
+from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, EncoderOptions, norm, norm_spec
 from dovetail.models.towers.siglip import Siglip, siglip_names
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul
@@ -97,16 +96,9 @@ class ImageText:
             **dense_spec("head", f"{prefix}head", self.embedding, D, 1 / self.tower.max_patches),
         }
 
-    def image_embeds(
-        self,
-        params: Params,
-        patches: jax.Array,
-        placement: Placement | None = None,
-        run: Callable | None = None,
-        scan: bool = False,
-    ) -> jax.Array:
-        """Map patches [B, P, C], between -1 and 1, to [B, E] f32 of length 1. For the others see Encoder."""
-        x = self.tower(params["vision"], patches, placement, run, scan)
+    def image_embeds(self, params: Params, patches: jax.Array, **how: Unpack[EncoderOptions]) -> jax.Array:
+        """Map patches [B, P, C], between -1 and 1, to [B, E] f32 of length 1."""
+        x = self.tower(params["vision"], patches, **how)
         return _unit(self._pool(params["vision"]["pool"], x))
 
     def _pool(self, p: Params, x: jax.Array) -> jax.Array:
@@ -123,18 +115,11 @@ class ImageText:
         h = Glu(of.act).activate(matmul(norm(p["norm"], x, of.eps), p["up"], p["up_bias"]))
         return x + matmul(h, p["down"], p["down_bias"])
 
-    def text_embeds(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        placement: Placement | None = None,
-        run: Callable | None = None,
-        scan: bool = False,
-    ) -> jax.Array:
-        """Map tokens [B, T] to [B, E] f32 of length 1: the state of the last position. For the others see Encoder."""
+    def text_embeds(self, params: Params, tokens: jax.Array, **how: Unpack[EncoderOptions]) -> jax.Array:
+        """Map tokens [B, T] to [B, E] f32 of length 1: the state of the last position."""
         p = params["text"]
-        x = constrain(p["embed"], placement, "vocab", None)[tokens] + p["positions"]
-        x = self.text(p["layers"], x, placement=placement, run=run, scan=scan)
+        x = constrain(p["embed"], how.get("placement"), "vocab", None)[tokens] + p["positions"]
+        x = self.text(p["layers"], x, **how)
         return _unit(matmul(norm(p["norm"], x[:, -1], self.text.eps), p["head"], p["head_bias"]))
 
     def flops(self) -> float:

@@ -6,9 +6,9 @@ N items, P patches of an item, C numbers of a patch, D width.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Params
-from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, norm, norm_spec
+from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, EncoderOptions, norm, norm_spec
 from dovetail.models.towers.vision import CHANNELS
 from dovetail.ops.linear import matmul
 
@@ -63,25 +63,16 @@ class Siglip:
             "norm": norm_spec(D, names["norm"], names["norm_bias"]),
         }
 
-    def __call__(
-        self,
-        params: Params,
-        patches: jax.Array,
-        placement: Placement | None = None,
-        run: Callable | None = None,
-        scan: bool = False,
-    ) -> jax.Array:
+    def __call__(self, params: Params, patches: jax.Array, **how: Unpack[EncoderOptions]) -> jax.Array:
         """Map the patches [N, P, C] of whole images, row by row and between -1 and 1, to [N, P, D].
 
         Args:
             params: The weights, with the structure of `spec`.
             patches: The patches, whose dtype is that of the products.
-            placement: The mesh and its rules; None for one device.
-            run: Runs a block (see Encoder).
-            scan: Compile the blocks as one loop (see Encoder).
+            how: How the blocks run.
         """
         x = matmul(patches, params["patch"], params["patch_bias"]) + params["positions"].astype(patches.dtype)
-        x = self.encoder(params["layers"], x, placement=placement, run=run, scan=scan)
+        x = self.encoder(params["layers"], x, **how)
         return norm(params["norm"], x, self.encoder.eps)
 
     def flops(self) -> float:
@@ -167,7 +158,7 @@ class SiglipTower(abc.ABC):
     ) -> jax.Array:
         """Return the features of items (see models.towers.vision.Tower); all patches are there, row by row."""
         assert patches.shape[1] == self.max_patches, (patches.shape, self.max_patches)
-        x = self.siglip(params["siglip"], centred(patches, params["siglip"]["positions"].dtype), placement)
+        x = self.siglip(params["siglip"], centred(patches, params["siglip"]["positions"].dtype), placement=placement)
         N, D, across = x.shape[0], x.shape[-1], self.siglip.side // self.square
         squares = x.reshape(N, across, self.square, across, self.square, D).swapaxes(2, 3)
         return self.project(params["projector"], squares.reshape(N, across**2, self.square**2, D))
