@@ -211,6 +211,15 @@ def norm_kernel(ctx: Packed | Paged) -> Callable | None:
     return add_rms_norm
 
 
+def layer_norm_kernel(placement: Placement | None) -> Callable | None:
+    """Return the kernel of a residual add and layer norm with its gradient; None for the reference."""
+    if not is_one_gpu(placement.platform if placement else None, placement):
+        return None
+    from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm
+
+    return add_layer_norm
+
+
 def grouped_kernel(platform: str | None) -> Callable | None:
     """Return the grouped matmul; None for XLA's, which on a GPU would run every expert on every row."""
     if (platform or jax.default_backend()) not in NVIDIA:

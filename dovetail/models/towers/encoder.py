@@ -19,7 +19,7 @@ from dovetail.core.types import Params
 from dovetail.ops.bidirectional import bidirectional_attention
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul, matmuls
-from dovetail.ops.norm import layer_norm
+from dovetail.ops.norm import add_layer_norm, layer_norm
 from dovetail.ops.rope import Rope, rotate
 
 BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
@@ -127,15 +127,17 @@ def encoder_block(
     placement: Placement | None = None,
 ) -> jax.Array:
     """Run one block of the encoder `of` on x [N, P, D]; `tables` are cos and sin of rotary positions."""
-    q, k, v = matmuls(norm(p["attn_norm"], x, of.eps), p["attn"], of.projections)
+    x, h = add_norm(p["attn_norm"], x, None, of.eps, placement)
+    q, k, v = matmuls(h, p["attn"], of.projections)
     if tables is not None:
         whole = Rope(theta=0.0, dim=q.shape[-1])  # which dims are rotated; the tables say how far
         q, k = rotate(q, whole, tables), rotate(k, whole, tables)
     platform = placement.platform if placement else None
     h = bidirectional_attention(q, k, v, scale=q.shape[-1] ** -0.5, lengths=lengths, platform=platform)
-    x = x + matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
-    h = matmul(norm(p["mlp_norm"], x, of.eps), p["mlp"]["up"], p["mlp"]["up_bias"])
-    return x + matmul(Glu(of.act).activate(h), p["mlp"]["down"], p["mlp"]["down_bias"])
+    delta = matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
+    x, h = add_norm(p["mlp_norm"], x, delta, of.eps, placement)
+    h = Glu(of.act).activate(matmul(h, p["mlp"]["up"], p["mlp"]["up_bias"]))
+    return x + matmul(h, p["mlp"]["down"], p["mlp"]["down_bias"])
 
 
 def norm_spec(dim: int, weight: str, bias: str) -> dict[str, ParamSpec]:
@@ -149,6 +151,13 @@ def norm_spec(dim: int, weight: str, bias: str) -> dict[str, ParamSpec]:
 def norm(p: Params, x: jax.Array, eps: float) -> jax.Array:
     """Normalise x by a layer norm."""
     return layer_norm(x, p["weight"], p["bias"], eps)
+
+
+def add_norm(
+    p: Params, x: jax.Array, delta: jax.Array | None, eps: float, placement: Placement | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return x + delta and its layer norm."""
+    return add_layer_norm(x, delta, p["weight"], p["bias"], eps, placement)
 
 
 # the stored names of a block's weights in SigLIP, behind the model's own prefix
