@@ -80,19 +80,17 @@ def choose_paged(
     """Return the paged implementation for these shapes: 'triton', 'ragged', 'flat', 'numba' or 'reference'.
 
     'ragged' is upstream's for TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
-    With `block_mask`, the tokens of an image see each other, which of the kernels only 'numba' supports.
+    With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
-    if block_mask:
-        return "reference"
     if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
     if platform != "tpu":
         return "reference"
     is_flat = pages is not None and pages.ndim == 3
-    if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables) is None:
+    if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables, block_mask) is None:
         return "ragged"
     return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
 
@@ -118,13 +116,15 @@ def page_row(
     dtype: Any,
     has_sinks: bool = False,
     placement: Placement | None = None,
+    block_mask: bool = False,
 ) -> tuple[int, ...]:
     """Return the shape of a token in pages: (2K, H), or one row of whole tiles per device.
 
-    The flat row is for TPUs, where upstream's kernel cannot read (2K, H).
+    The flat row is for TPUs, where upstream's kernel cannot read (2K, H). It cannot attend with a block mask either,
+    and pages have one shape for all steps: such a layer has flat ones, also for steps without an image.
     """
     is_tpu = (platform or jax.default_backend()) == "tpu"
-    if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement) is None:
+    if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement, block_mask) is None:
         return 2 * kv_heads, head_dim
     here, parts = heads_here(kv_heads, placement)
     return (parts * whole(2 * here * head_dim),)

@@ -4,16 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.dispatch import choose_packed, choose_paged
+from dovetail.ops.dispatch import choose_paged, page_row
 from dovetail.ops.kernels.cpu.paged import paged_attention as numba_attention
+from dovetail.ops.kernels.gpu.paged import paged_attention as triton_attention
+from dovetail.ops.kernels.tpu import needs
+from dovetail.ops.kernels.tpu.paged import flat_attention
 from dovetail.ops.packed import packed_attention
 from dovetail.ops.paged import paged_attention, write_heads
 
 T, N, K, H, PAGE = 300, 4, 2, 16, 8
 IMAGES = ((5, 25), (26, 30), (120, 280))  # where each image starts and ends
 WINDOWS = [None, 9]
+THOROUGH = pytest.mark.thorough
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -44,23 +49,55 @@ def test_packed(window):
     np.testing.assert_allclose(got[0], expected(window), atol=1e-5)
 
 
+def triton(ctx: Paged, q, pages, **options):
+    return triton_attention(ctx, q, pages, block=32, interpret=True, **options)
+
+
+def flat(ctx: Paged, q, pages, **options):
+    return flat_attention(ctx, q, pages, kv_heads=K, interpret=pltpu.InterpretParams(), **options)
+
+
+CHUNKS = ((0, 3), (3, 27 + 3), (30, 31), (31, 290), (290, 291), (291, T))
+
+
 @pytest.mark.parametrize("attention", [paged_attention, numba_attention])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_paged_in_chunks_that_hold_whole_images(window, attention):
-    pages, got, want = jnp.full((40, PAGE, 2 * K, H), jnp.nan), np.zeros((T, N, H), np.float32), expected(window)
+    np.testing.assert_allclose(in_chunks(attention, (2 * K, H), CHUNKS, window), expected(window), atol=1e-5)
+
+
+@pytest.mark.slow  # the interpreter takes its time
+@pytest.mark.parametrize(
+    "attention, row, window",
+    [(triton, (2 * K, H), None), (flat, (128,), 9)]
+    + [pytest.param(triton, (2 * K, H), 9, marks=THOROUGH), pytest.param(flat, (128,), None, marks=THOROUGH)],
+)
+def test_kernels_of_accelerators(attention, row, window, monkeypatch):
+    monkeypatch.setattr(needs, "KEYS", 2 * PAGE)  # several blocks of keys
+    got = in_chunks(attention, row, ((0, 26), (26, 49)), window)
+    np.testing.assert_allclose(got, expected(window)[: len(got)], atol=1e-5)
+
+
+def in_chunks(attention, row: tuple[int, ...], chunks, window: int | None) -> np.ndarray:
+    """[tokens, N, H] of a prompt in chunks, each with whole images; what no token wrote is NaN."""
+    pages, got = jnp.full((40, PAGE, *row), jnp.nan), []
     tables = jnp.asarray(np.random.default_rng(3).permutation(40)[None].astype(np.int32))
-    for start, end in ((0, 3), (3, 27 + 3), (30, 31), (31, 290), (290, 291), (291, T)):
+    for start, end in chunks:
         ctx = Paged(tables, jnp.asarray([end]), jnp.asarray([0, end - start]), jnp.ones(1, jnp.int32))
         pages = write_heads(ctx, pages, KEYS[start:end], VALUES[start:end])
         ctx = Paged(tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, last_seen=jnp.asarray(LAST[start:end]))
         run = jax.jit(lambda ctx, q, pages: attention(ctx, q, pages, scale=0.3, window=window))
-        got[start:end] = run(ctx, Q[start:end], pages)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+        got.append(run(ctx, Q[start:end], pages))
+    return np.concatenate(got)
 
 
-def test_kernels_without_the_mask_are_not_chosen():
-    heads = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
-    for platform in ("cuda", "tpu"):
-        assert choose_packed(platform, heads, heads, block_mask=True) == "reference"
-        assert choose_paged(platform, heads, 8, block_mask=True) == "reference"
+def test_choices():
+    heads = jax.ShapeDtypeStruct((1024, 32, 128), jnp.bfloat16)
+    assert choose_paged("cuda", heads, 8, block_mask=True) == "triton"
     assert choose_paged("cpu", jax.ShapeDtypeStruct(heads.shape, jnp.float32), 8, block_mask=True) == "numba"
+    device = jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert choose_paged("tpu", heads, 8) == "ragged"
+        assert choose_paged("tpu", heads, 8, block_mask=True) == "flat"
+        assert page_row("tpu", 8, 128, jnp.bfloat16) == (16, 128)
+        assert page_row("tpu", 8, 128, jnp.bfloat16, block_mask=True) == (2048,)
