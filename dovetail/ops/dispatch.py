@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
+MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 X86 = ("x86_64", "amd64")
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
 # faster from about 24 rows on, and `many_rows`, whose vectors hold four numbers, never is.
@@ -52,19 +53,21 @@ def choose_packed(
     """Return the packed implementation for these shapes: 'cudnn', 'splash', 'tokamax' or 'reference'.
 
     'splash' is upstream's for TPUs, and 'tokamax' its successor, used so far for what upstream's cannot do: the two
-    have not been compared on a TPU yet. With `block_mask`, the tokens of an image see each other: no kernel has it.
+    have not been compared on a TPU yet. With `block_mask`, the tokens of an image see each other: 'cudnn' then has a
+    mask in memory, so that rows must not be long, and 'tokamax' does not support it.
     """
-    if block_mask:
-        return "reference"
     platform = platform or jax.default_backend()
     same_dim = q.shape[-1] == v.shape[-1]
     if platform in ("cuda", "gpu") and _has_cudnn():
         half = q.dtype in (jnp.bfloat16, jnp.float16)
+        fits = not block_mask or (q.shape[1] <= MASKED_ROW and q.shape[1] % 2 == 0)
         if half and same_dim and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and softcap is None and sinks is None:
-            return "cudnn"
+            return "cudnn" if fits else "reference"
     if platform != "tpu" or why_not_rows(q):
         return "reference"
-    return "splash" if why_not_splash(q, sinks) is None else "tokamax" if has_tokamax() else "reference"
+    if why_not_splash(q, sinks, block_mask) is None:
+        return "splash"
+    return "tokamax" if has_tokamax() and not block_mask else "reference"
 
 
 def choose_paged(
@@ -344,10 +347,10 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 def _block_mask(platform: str, q: Any) -> str:
-    """Return the packed and the paged attention of image tokens that see each other, and why not others."""
+    """Return the packed and the paged attention of image tokens that see each other."""
     packed = choose_packed(platform, q, q, block_mask=True)
     paged = choose_paged(platform, q, 8, block_mask=True)
-    return f"{packed} (packed), {paged} (paged): other kernels do not support the mask"
+    return f"{packed} (packed), {paged} (paged)"
 
 
 def _products(few: Any, many: Any) -> str:

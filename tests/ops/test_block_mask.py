@@ -1,23 +1,28 @@
 """Attention in which the tokens of an image see each other: packed, paged and on a CPU, against numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.dispatch import choose_paged, page_row
+from dovetail.ops.dispatch import choose_packed, choose_paged, page_row
 from dovetail.ops.kernels.cpu.paged import paged_attention as numba_attention
 from dovetail.ops.kernels.gpu.paged import paged_attention as triton_attention
 from dovetail.ops.kernels.tpu import needs
+from dovetail.ops.kernels.tpu import packed as splash
 from dovetail.ops.kernels.tpu.paged import flat_attention
-from dovetail.ops.packed import packed_attention
+from dovetail.ops.packed import on_mesh, packed_attention
 from dovetail.ops.paged import paged_attention, write_heads
 
 T, N, K, H, PAGE = 300, 4, 2, 16, 8
 IMAGES = ((5, 25), (26, 30), (120, 280))  # where each image starts and ends
 WINDOWS = [None, 9]
+BLOCKS = splash.blocks
 THOROUGH = pytest.mark.thorough
 
 
@@ -47,6 +52,41 @@ def test_packed(window):
     ctx = Packed(jnp.ones((1, T), jnp.int32), image_ids=jnp.asarray(IDS[None]))
     got = jax.jit(lambda ctx: packed_attention(Q[None], KEYS[None], VALUES[None], ctx, scale=0.3, window=window))(ctx)
     np.testing.assert_allclose(got[0], expected(window), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=THOROUGH), 50])
+def test_splash(window, monkeypatch):
+    """The TPU kernel, interpreted: outputs and gradients on two rows of two documents, and several blocks of each."""
+    monkeypatch.setattr(splash, "blocks", lambda T: dict.fromkeys(BLOCKS(T), 128))
+    q, k, v = (jnp.asarray(normal(seed, 2, 384, heads, H)) for seed, heads in ((0, N), (1, K), (2, K)))
+    images, segments = np.zeros((2, 384), np.int32), np.repeat([[1, 2]], 192, axis=1)
+    for row, number, start, end in ((0, 1, 3, 150), (0, 2, 150, 160), (0, 3, 250, 384), (1, 1, 200, 270)):
+        images[row, start:end] = number
+    ctx = Packed(jnp.asarray(np.repeat(segments, 2, axis=0)), image_ids=jnp.asarray(images))
+
+    def outputs_and_gradients(run):
+        def loss(*qkv):
+            out = run(*qkv, ctx, scale=0.3, window=window)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    ours = outputs_and_gradients(functools.partial(splash.packed_attention, interpret=True))
+    for got, want in zip(*map(jax.tree.leaves, (ours, outputs_and_gradients(packed_attention))), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+@pytest.mark.thorough
+def test_splash_on_a_mesh():
+    """Each device has the images of its rows."""
+    placement = Placement(make_mesh(dict(data=2, tensor=2), jax.devices()[:4]), TRAIN)
+    q, k, v = (jnp.asarray(normal(seed, 2, 128, heads, H)) for seed, heads in ((0, N), (1, K), (2, K)))
+    ids = jnp.asarray(np.stack([IDS[:128], IDS[100:228]]))
+    ctx = Packed(jnp.ones((2, 128), jnp.int32), placement=placement, image_ids=ids)
+    run = jax.jit(
+        functools.partial(on_mesh, functools.partial(splash.packed_attention, interpret=True), ctx=ctx, scale=0.3)
+    )
+    np.testing.assert_allclose(run(q, k, v), packed_attention(q, k, v, ctx, scale=0.3), atol=1e-5)
 
 
 def triton(ctx: Paged, q, pages, **options):
@@ -92,7 +132,9 @@ def in_chunks(attention, row: tuple[int, ...], chunks, window: int | None) -> np
 
 
 def test_choices():
-    heads = jax.ShapeDtypeStruct((1024, 32, 128), jnp.bfloat16)
+    rows, heads = (jax.ShapeDtypeStruct((*one, 32, 128), jnp.bfloat16) for one in ((1, 1024), (1024,)))
+    assert choose_packed("tpu", rows, rows, block_mask=True) == "splash"
+    assert choose_packed("cpu", rows, rows, block_mask=True) == "reference"
     assert choose_paged("cuda", heads, 8, block_mask=True) == "triton"
     assert choose_paged("cpu", jax.ShapeDtypeStruct(heads.shape, jnp.float32), 8, block_mask=True) == "numba"
     device = jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu")

@@ -22,8 +22,13 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 TOO_OLD = ("TPU v2", "TPU v3")
 
 
-def why_not_splash(q: Any, sinks: Any = None) -> str | None:
+IMAGE_ROW = 1 << 16  # tokens of a row, at most, in which image tokens see each other (see packed.AHEAD_BITS)
+
+
+def why_not_splash(q: Any, sinks: Any = None, block_mask: bool = False) -> str | None:
     """Return why upstream's packed kernel cannot take q [B, T, N, H]."""
+    if block_mask and q.shape[1] > IMAGE_ROW:
+        return f"with images it takes rows of at most {IMAGE_ROW} tokens, and these have {q.shape[1]}"
     return "it does not support sinks" if sinks is not None else why_not_rows(q)
 
 
