@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
+CUDNN_DIM = 128  # of a head, at most, in packed attention
 MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 X86 = ("x86_64", "amd64")
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
@@ -61,7 +62,8 @@ def choose_packed(
     if platform in ("cuda", "gpu") and _has_cudnn():
         half = q.dtype in (jnp.bfloat16, jnp.float16)
         fits = not block_mask or (q.shape[1] <= MASKED_ROW and q.shape[1] % 2 == 0)
-        if half and same_dim and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and softcap is None and sinks is None:
+        known = same_dim and q.shape[-1] <= CUDNN_DIM and q.shape[-1] % 8 == 0
+        if half and known and softcap is None and sinks is None:
             return "cudnn" if fits else "reference"
     if platform != "tpu" or why_not_rows(q):
         return "reference"
@@ -371,6 +373,7 @@ TPU_CASES: dict[str, tuple[int, int, int, str]] = {
     "heads of 128, 10 key heads (Phi-4)": (40, 10, 128, ""),
     "heads of 256 (Gemma)": (16, 8, 256, ""),
     "sinks (GPT-OSS)": (64, 8, 64, "sinks"),
+    "images whose tokens see each other (Gemma 3 27B)": (32, 16, 128, "images"),
     "latents (DeepSeek)": (16, 1, 576, "latent"),
     "f16": (32, 8, 128, "f16"),
 }
@@ -393,10 +396,11 @@ def _on_tpu(N: int, K: int, H: int, option: str) -> tuple[str, str, str]:
     dtype, rank = jnp.dtype("float16" if option == "f16" else "bfloat16"), 512 if option == "latent" else None
     sinks = jax.ShapeDtypeStruct((N,), dtype) if option == "sinks" else None
     q, long, tables = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, N, H), (1, 1024, N, H), (256, 512)))
-    row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None)
+    masked = option == "images"
+    row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None, block_mask=masked)
     flat = why_not_flat(q, K, None, tables, jax.ShapeDtypeStruct((1, 128, *row), dtype), rank)
-    ragged = "it does not support latents" if rank else why_not_ragged(q, K, sinks, None, tables)
-    packed = choose_packed("tpu", long, long, None, sinks)
+    ragged = "it does not support latents" if rank else why_not_ragged(q, K, sinks, None, tables, masked)
+    packed = choose_packed("tpu", long, long, None, sinks, masked)
     paged = "ragged" if ragged is None else "flat" if flat is None else "reference"
     whys = {"packed": why_not_splash(long, sinks), "paged": flat if paged == "reference" else ragged}
     return packed, paged, "; ".join(f"{context}: {why}" for context, why in whys.items() if why)

@@ -67,7 +67,7 @@ def packed_attention(
     outputs = []
     for start in range(0, T, chunk):
         rows = slice(start, min(start + chunk, T))
-        last = before + rows.stop if images is None else T  # an image may end anywhere
+        last = before + rows.stop if images is None else min(T, rows.stop + (ctx.image_tokens or T) - 1)
         keys = slice(max(0, before + start - window + 1) if window else 0, last)
         positions = before + jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
         segments = ctx.segment_ids[:, rows], key_segments[:, keys]

@@ -47,9 +47,9 @@ def expected(window: int | None) -> np.ndarray:
     return np.einsum("nqk,knh->qnh", weights / weights.sum(-1, keepdims=True), values)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_packed(window):
-    ctx = Packed(jnp.ones((1, T), jnp.int32), image_ids=jnp.asarray(IDS[None]))
+@pytest.mark.parametrize("window, tokens", [(None, 160), (9, None)])
+def test_packed(window, tokens):
+    ctx = Packed(jnp.ones((1, T), jnp.int32), image_ids=jnp.asarray(IDS[None]), image_tokens=tokens)
     got = jax.jit(lambda ctx: packed_attention(Q[None], KEYS[None], VALUES[None], ctx, scale=0.3, window=window))(ctx)
     np.testing.assert_allclose(got[0], expected(window), atol=1e-5)
 
