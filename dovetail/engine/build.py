@@ -353,7 +353,7 @@ class AbstractEngine:
         q, sinks = self._queries(shape, attn.heads, attn.head_dim), tables if attn.sinks else None
         where = sinks, programs.placement, tables
         name = choose_paged(programs.platform, q, attn.kv_heads, *where, pages)  # type: ignore[arg-type]
-        reason = why_not_ragged(q, attn.kv_heads, *where) if programs.platform == "tpu" else None
+        reason = why_not_ragged(q, attn.kv_heads, *where, attn.block_mask) if programs.platform == "tpu" else None
         return f"{name} (not upstream's: {reason})" if reason else name
 
     def _queries(self, shape: Shape, heads: int, dim: int) -> Any:

@@ -5,11 +5,13 @@ B rows, T tokens, M items of a row, P patches of an item, C numbers of a patch, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement
-from dovetail.core.types import Batch, Column, Embeds, Params
+from dovetail.core.types import Batch, Column, Embeds, Packed, Params
 from dovetail.data.pictures import INDEX, PATCHES, POSITIONS
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import VISION
@@ -54,6 +56,19 @@ def image_ids(cfg: ModelConfig, batch: Batch) -> jax.Array | None:
     """Return [B, T] the item (1, 2, ..) of each token, 0 for text; None if no layer has a block mask."""
     if cfg.vision is None or not cfg.vision.block_mask or INDEX not in batch.columns:
         return None
-    patches = batch.columns[PATCHES].shape[-1] // cfg.vision.tower.patch_dim
-    each = patches // cfg.vision.tower.patches_per_feature
+    each = image_tokens(cfg.vision, batch)
     return (batch.columns[INDEX] + each - 1) // each
+
+
+def image_tokens(vision: Vision, batch: Batch) -> int:
+    """Return F, the most tokens that an item of the batch has."""
+    patches = batch.columns[PATCHES].shape[-1] // vision.tower.patch_dim
+    return patches // vision.tower.patches_per_feature
+
+
+def with_images(packed: Packed, cfg: ModelConfig, batch: Batch) -> Packed:
+    """Return the context of a batch in which the tokens of an image see each other, where the model's layers say so."""
+    ids = image_ids(cfg, batch)
+    if ids is None or cfg.vision is None:
+        return packed
+    return replace(packed, image_ids=ids, image_tokens=image_tokens(cfg.vision, batch))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
 from dovetail.train.abstract_batch import abstract_batch
-from dovetail.train.images import image_embeds, image_ids
+from dovetail.train.images import image_embeds, with_images
 from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
@@ -121,7 +121,7 @@ def hidden_states(
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
     """Return (hidden states [B, T, D], statistics of each layer with a router); images are encoded here."""
     embeds = image_embeds(params, cfg, batch, ctx.placement, ctx.remat)
-    packed = replace(ctx.packed(batch), image_ids=image_ids(cfg, batch))
+    packed = with_images(ctx.packed(batch), cfg, batch)
     return trunk(params, cfg, batch.tokens, batch.positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
 
 
