@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 ROWS = 2  # tokens of a program of the forward
-TILE, TILES = 4, 8  # tokens of a tile of the backward, and tiles of a program, which writes sums over them
+PROGRAMS = 2048  # of the backward, at most; each writes the sums over its rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -37,7 +37,7 @@ def _forward(x, delta, weight, bias, eps: float, interpret: bool):
         functools.partial(_forward_kernel, block=_block(D), eps=eps),
         grid=(pl.cdiv(T, ROWS),),
         out_shape=[*[like] * len(inputs), stat, stat],
-        compiler_params=plgpu.CompilerParams(num_warps=_warps(D, ROWS), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="add_layer_norm" if delta is not None else "layer_norm",
     )(weight, bias, *inputs)
@@ -70,12 +70,13 @@ def _forward_kernel(weight_ref, bias_ref, x_ref, *refs, block: int, eps: float):
 def _backward(eps: float, interpret: bool, saved, grads):
     total, alone, weight, bias, mean, scale = saved
     (T, D), inputs = _rows(total).shape, [_rows(y) for y in (total, grads[1], grads[0])]
-    G = pl.cdiv(T, TILE * TILES)
+    per = pl.cdiv(T, PROGRAMS)
+    G = pl.cdiv(T, per)
     dx, sums = pl.pallas_call(
-        functools.partial(_backward_kernel, block=_block(D)),
+        functools.partial(_backward_kernel, block=_block(D), per=per),
         grid=(G,),
         out_shape=[jax.ShapeDtypeStruct((T, D), total.dtype), jax.ShapeDtypeStruct((G, 2, D), jnp.float32)],
-        compiler_params=plgpu.CompilerParams(num_warps=_warps(D, TILE), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1 if D <= 512 else 2, num_stages=1),
         interpret=interpret,
         name="layer_norm_backward",
     )(weight, mean, scale, *inputs)
@@ -83,27 +84,34 @@ def _backward(eps: float, interpret: bool, saved, grads):
     return dx, None if alone else dx, dweight.astype(weight.dtype), dbias.astype(bias.dtype)
 
 
-def _backward_kernel(weight_ref, mean_ref, scale_ref, x_ref, dy_ref, residual_ref, dx_ref, sums_ref, *, block: int):
-    """Write the gradients of some tiles of rows, and the sums over them for weight and bias."""
+def _backward_kernel(
+    weight_ref, mean_ref, scale_ref, x_ref, dy_ref, residual_ref, dx_ref, sums_ref, *, block: int, per: int
+):
+    """Write the gradients of `per` rows, and the sums over them for weight and bias."""
     T, D = x_ref.shape
     program, lanes = pl.program_id(0), jnp.arange(block)
     inside = lanes < D
     weight = _read(weight_ref, (lanes,), inside)
 
-    def tile(i, sums):
-        rows = (program * TILES + i) * TILE + jnp.arange(TILE)
-        real, at = rows < T, (rows[:, None], lanes[None])
-        here = real[:, None] & inside[None]
-        x, dy, residual = (_read(ref, at, here) for ref in (x_ref, dy_ref, residual_ref))
-        mean, scale = (_read(ref, (rows,), real)[:, None] for ref in (mean_ref, scale_ref))
-        normed, scaled = jnp.where(here, (x - mean) * scale, 0.0), dy * weight
-        means = [jnp.sum(y, axis=1)[:, None] / D for y in (scaled, scaled * normed)]
-        dx = scale * (scaled - means[0] - normed * means[1]) + residual
-        plgpu.store(dx_ref.at[at], dx.astype(dx_ref.dtype), mask=here)
-        return sums[0] + jnp.sum(dy * normed, axis=0), sums[1] + jnp.sum(dy, axis=0)
+    def load(row):
+        tokens = (plgpu.load(ref.at[row, lanes], mask=inside & (row < T), other=0.0) for ref in token_refs)
+        stats = (plgpu.load(ref.at[row], mask=row < T, other=0.0) for ref in (mean_ref, scale_ref))
+        return *tokens, *stats
 
+    def one(i, carry):
+        row, (loaded, sums) = program * per + i, carry
+        following = load(row + 1)  # in flight while this row is computed
+        x, dy, residual = (each.astype(jnp.float32) for each in loaded[:3])
+        mean, scale = loaded[3:]
+        normed, scaled = jnp.where(inside, (x - mean) * scale, 0.0), dy * weight
+        inner = scaled - jnp.sum(scaled) / D - normed * (jnp.sum(scaled * normed) / D)
+        dx = (scale * inner + residual).astype(dx_ref.dtype)
+        plgpu.store(dx_ref.at[row, lanes], dx, mask=inside & (row < T))
+        return following, (sums[0] + dy * normed, sums[1] + dy)
+
+    token_refs = (x_ref, dy_ref, residual_ref)
     zero = jnp.zeros(block, jnp.float32)
-    sums = jax.lax.fori_loop(0, TILES, tile, (zero, zero))
+    _, sums = jax.lax.fori_loop(0, per, one, (load(program * per), (zero, zero)))
     for i, each in enumerate(sums):
         plgpu.store(sums_ref.at[program, i, lanes], each, mask=inside)
 
@@ -121,7 +129,3 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _block(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
-
-
-def _warps(dim: int, rows: int = 1) -> int:
-    return min(8, max(1, rows * _block(dim) // 512))
