@@ -153,7 +153,8 @@ def programs_for(
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
     sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options.speculative_config, draft)
     images = cfg.vision is not None
-    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, images=images, **sizes)
+    sizes |= dict(drafts=drafts, proposes=draft is not None, images=images)
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
     platform = device.platform if absent else None
     encoder = _encoder(cfg, buckets, device)
     return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder)
@@ -301,7 +302,7 @@ class AbstractEngine:
         buckets = self.programs.buckets
         usual = sorted((s for s in buckets.usual() if s.tokens), key=lambda shape: (shape.rows, shape.tokens))
         decode = [shape for shape in usual if shape.is_decode and shape.steps == 1]
-        verify = [shape for shape in usual if shape.drafts]
+        verify = [shape for shape in usual if shape.drafts and not shape.proposes]
         ends = [*decode[:1], *decode[-1:], *verify[:1], *verify[-1:]]
         return list(dict.fromkeys([*ends, replace(buckets.largest(), images=buckets.images)]))
 

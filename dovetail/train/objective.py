@@ -169,6 +169,8 @@ class Companion:
 
     abstract: Callable[[ModelConfig, Placement], Any]  # shapes with shardings
     init: Callable[[Any, Params], Any]  # (train.prepare.Ready, the initial weights) -> arrays
+    # (folder of an export, train.prepare.Ready, the exported weights, the companion's arrays, dtype): adds it there
+    export: Callable[[Path, Any, Params, Any, Any], None]
 
 
 def _unchanged(params: Params, loads: Loads) -> Params:

@@ -27,7 +27,7 @@ from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import FIXED, SamplingPlan, SamplingState, Sequence
-from dovetail.engine.schedule.plan import PlanRow, StepPlan
+from dovetail.engine.schedule.plan import UNKNOWN, PlanRow, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI accepts 300
@@ -220,9 +220,11 @@ class Sampler:
         known = len(seq.tokens) == position
         assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"
         slot = self._history_slot(seq, state, known) if state.penalized else self.max_rows
-        if row.drafts and state.needs_host:
+        if state.needs_host and row.drafts[:1] not in ((), (UNKNOWN,)):
             return _Row(state, slot, self._draft_masks(seq, state, row.drafts), FOREVER)
         mask, until = self._row_mask(seq, state, position)
+        if state.needs_host and row.drafts:  # a draft model proposes them: the first mask is the only one yet
+            until = position + 1
         return _Row(state, slot, [mask], until)
 
     @property
