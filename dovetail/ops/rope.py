@@ -104,7 +104,7 @@ def spatial_positions(length: int, images: Iterable[tuple[int, int, int]]) -> np
     """Return positions [T, 3] in time, height and width of a prompt's tokens.
 
     The tokens of an image have the time of its start, and count rows and columns from there; what follows goes on after
-    the larger of the two numbers. What is generated counts on from the last.
+    the larger of the two numbers.
 
     Args:
         length: T.

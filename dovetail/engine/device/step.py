@@ -98,9 +98,9 @@ def run_decode(
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-        _, positions, _ = token_rows(ctx, shape.tokens)
+        row, places, _ = token_rows(ctx, shape.tokens)
         with compute.products(platform):
-            tokens = last[batch.slots]
+            tokens, positions = last[batch.slots], _positions(batch, row, places)
             hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
             logits = unembed(params, cfg, hidden)
             if draft is not None:
@@ -169,9 +169,9 @@ def run_verify(
     batch, inputs = _known(unpack(flat, shape), state, asked)
     tables = _with_new_pages(state.tables, batch)
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-    row, positions, _ = token_rows(ctx, shape.tokens)
+    row, places, _ = token_rows(ctx, shape.tokens)
     params = choose(params, batch.adapters[row])
-    tokens, cache = batch.tokens, state.cache
+    tokens, cache, positions = batch.tokens, state.cache, _positions(batch, row, places)
     with compute.products(platform):
         if draft is not None:
             assert state.followed is not None
@@ -270,15 +270,16 @@ def run_prompts(
     tables = _with_new_pages(tables, batch)
     rows = tables[batch.slots]
     ctx = Paged(rows, batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-    row, positions, _ = token_rows(ctx, shape.tokens)
-    tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)
+    row, places, _ = token_rows(ctx, shape.tokens)
+    tokens, positions = batch.tokens, _positions(batch, row, places)
+    tokens = jnp.where(tokens == UNKNOWN, last[batch.slots[row]], tokens)
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     params = choose(params, batch.adapters[row])
     embeds, masked = None, ctx
     if features is not None and batch.index is not None and batch.last_seen is not None:
         embeds = Embeds(features, batch.index)
         if cfg.vision and cfg.vision.block_mask:
-            masked = replace(ctx, last_seen=jnp.maximum(positions, batch.last_seen))
+            masked = replace(ctx, last_seen=jnp.maximum(places, batch.last_seen))
     with compute.products(platform):
         every = shape.keeps_hidden or any(tap >= len(cfg.layers) - 1 for tap in _taps(draft))
         wanted = None if every else ends  # of a prompt, only its last token
@@ -318,6 +319,13 @@ def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placem
     # every program takes the table in this layout, whatever the compiler would choose for the sum
     history = constrain(count_tokens(history, inputs.slot, tokens), placement, None, "vocab")
     return (tokens, scores), last.at[slots].set(tokens), history
+
+
+def _positions(batch: StepArrays, row: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the positions of tokens, [T] or [T, 3], from their rows and their places in them, [T] each."""
+    if batch.offsets is None:
+        return places
+    return places[:, None] + batch.offsets if batch.offsets.ndim == 2 else places + batch.offsets[row]
 
 
 def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:
