@@ -38,7 +38,7 @@ class Shape:
     keeps_hidden: bool = False  # whether the final hidden states of every token are an output too
     drafts: int = 0  # most draft tokens per row of a verify step, which then has rows * (1 + drafts) tokens
     images: bool = False  # whether features may replace the embeddings of its tokens
-    mrope: bool = False  # whether images move the positions of tokens (multimodal RoPE)
+    mrope: bool = False  # whether images change the rotary positions of tokens (multimodal RoPE)
 
     @property
     def is_decode(self) -> bool:
@@ -111,8 +111,8 @@ class StepArrays:
     # with images
     index: jax.Array | None = None  # [T] the row of the features that replaces a token's embedding; -1: none
     last_seen: jax.Array | None = None  # [T] the last position of an image token's item; 0 elsewhere
-    # with multimodal RoPE: what a token's place in its sequence differs by from its position. [S], or with images [T, 3]
-    # in time, height and width: a row without image tokens lies between two images, so that one number will do
+    # with multimodal RoPE: rotary positions minus positions in the sequence. [T, 3] in time, height and width in a step
+    # with images; else [S], because the tokens of a row without image tokens are all moved by the images before them
     offsets: jax.Array | None = None
 
 
@@ -264,7 +264,7 @@ class Buckets:
     halves: bool = True  # whether there are sizes between the doublings for the shortest and the longest steps
     few_hidden: bool = True  # two shapes for all steps that keep hidden states, or as many as for others (on a CPU)
     images: bool = False  # whether the model sees images; steps with images and hidden states have shapes of their own
-    mrope: bool = False  # whether images move the positions of tokens
+    mrope: bool = False  # whether images change the rotary positions of tokens
     drafts: tuple[int, ...] = ()  # draft tokens per row of verify steps, in ascending order; empty: no speculation
     tokens_a_row: int = 16  # tokens per row of a step with prompts from which its rows cost little
 

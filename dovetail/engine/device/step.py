@@ -98,10 +98,10 @@ def run_decode(
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-        row, places, _ = token_rows(ctx, shape.tokens)
+        row, positions, _ = token_rows(ctx, shape.tokens)
         with compute.products(platform):
-            tokens, positions = last[batch.slots], _positions(batch, row, places)
-            hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
+            tokens, rotary = last[batch.slots], _rotary(batch, row, positions)
+            hidden, cache, seen = tapped(params, cfg, tokens, rotary, ctx, cache, taps=_taps(draft))
             logits = unembed(params, cfg, hidden)
             if draft is not None:
                 assert cache is not None
@@ -169,9 +169,9 @@ def run_verify(
     batch, inputs = _known(unpack(flat, shape), state, asked)
     tables = _with_new_pages(state.tables, batch)
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-    row, places, _ = token_rows(ctx, shape.tokens)
+    row, positions, _ = token_rows(ctx, shape.tokens)
     params = choose(params, batch.adapters[row])
-    tokens, cache, positions = batch.tokens, state.cache, _positions(batch, row, places)
+    tokens, cache, rotary = batch.tokens, state.cache, _rotary(batch, row, positions)
     with compute.products(platform):
         if draft is not None:
             assert state.followed is not None
@@ -182,7 +182,7 @@ def run_verify(
             )  # fmt: skip
             offset = jnp.clip(jnp.arange(shape.tokens) - batch.cu_q_lens[row] - 1, 0, shape.drafts - 1)
             tokens = jnp.where(tokens == UNKNOWN, proposed[offset, row], tokens)
-        hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
+        hidden, cache, seen = tapped(params, cfg, tokens, rotary, ctx, cache, taps=_taps(draft))
         logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
     assert cache is not None
     # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
@@ -270,20 +270,20 @@ def run_prompts(
     tables = _with_new_pages(tables, batch)
     rows = tables[batch.slots]
     ctx = Paged(rows, batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-    row, places, _ = token_rows(ctx, shape.tokens)
-    tokens, positions = batch.tokens, _positions(batch, row, places)
-    tokens = jnp.where(tokens == UNKNOWN, last[batch.slots[row]], tokens)
+    row, positions, _ = token_rows(ctx, shape.tokens)
+    tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     params = choose(params, batch.adapters[row])
     embeds, masked = None, ctx
     if features is not None and batch.index is not None and batch.last_seen is not None:
         embeds = Embeds(features, batch.index)
         if cfg.vision and cfg.vision.block_mask:
-            masked = replace(ctx, last_seen=jnp.maximum(places, batch.last_seen))
+            masked = replace(ctx, last_seen=jnp.maximum(positions, batch.last_seen))
     with compute.products(platform):
         every = shape.keeps_hidden or any(tap >= len(cfg.layers) - 1 for tap in _taps(draft))
         wanted = None if every else ends  # of a prompt, only its last token
-        hidden, new_cache, seen = tapped(params, cfg, tokens, positions, masked, cache, wanted, _taps(draft), embeds)
+        rotary = _rotary(batch, row, positions)
+        hidden, new_cache, seen = tapped(params, cfg, tokens, rotary, masked, cache, wanted, _taps(draft), embeds)
         logits = unembed(params, cfg, hidden[ends] if every else hidden)
         if draft is not None:
             assert new_cache is not None and followed is not None
@@ -321,11 +321,11 @@ def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placem
     return (tokens, scores), last.at[slots].set(tokens), history
 
 
-def _positions(batch: StepArrays, row: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the positions of tokens, [T] or [T, 3], from their rows and their places in them, [T] each."""
+def _rotary(batch: StepArrays, row: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the rotary positions, [T] or [T, 3], of tokens from their rows [T] and positions [T]."""
     if batch.offsets is None:
-        return places
-    return places[:, None] + batch.offsets if batch.offsets.ndim == 2 else places + batch.offsets[row]
+        return positions
+    return positions[:, None] + batch.offsets if batch.offsets.ndim == 2 else positions + batch.offsets[row]
 
 
 def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:

@@ -149,7 +149,7 @@ class Intake:
             )
 
     def _offsets(self, length: int, spans: tuple[ImageSpan, ...]) -> np.ndarray | None:
-        """Return what the positions of a prompt's tokens differ by from their places (see Request.offsets)."""
+        """Return the rotary positions of a prompt minus its positions (see Request.offsets); None if they are equal."""
         if not spans or self._vision is None or not self._vision.mrope:
             return None
         images = [(span.start, *span.item.grid) for span in spans]
