@@ -213,24 +213,30 @@ def test_families_generate_what_transformers_does(name, tokens, monkeypatch):
             LLM(vision_reference(name)[1], **(options | dict(max_num_batched_tokens=23)))
 
 
-def folder_to_chat_with(folder: Path) -> Path:
-    """SmolVLM with a tokenizer of letters, a chat template and a processor of 32 x 32 tiles."""
-    shutil.copytree(vision_reference("smolvlm")[1], folder)
+def write_tokenizer(folder: Path, special: list[str], image: str, placeholder: str) -> None:
+    """Write a tokenizer of letters with special tokens from 140 on, the image token 150, and a chat template."""
     letters = {chr(32 + i): i + 3 for i in range(95)} | {"\n": 98}
-    special = ["<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>"]
-    special += ["<fake_token_around_image>", "<global-img>"]
     vocab = letters | {f"<{i}>": i for i in (0, 1, 2)} | {token: 140 + i for i, token in enumerate(special)}
-    vocab |= {"<image>": 150}
+    vocab |= {image: 150}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<0>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     made.decoder = tokenizers.decoders.Fuse()
-    made.add_special_tokens([*special, "<image>"])
+    made.add_special_tokens([*special, image])
     made.save(str(folder / "tokenizer.json"))
     template = (
-        "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
-        "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}assistant:"
+        "{% for message in messages %}{{ message.role }}:{% for part in message.content %}{% if part.type == 'image' %}"
+        + placeholder
+        + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}assistant:"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def folder_to_chat_with(folder: Path) -> Path:
+    """SmolVLM with a tokenizer of letters, a chat template and a processor of 32 x 32 tiles."""
+    shutil.copytree(vision_reference("smolvlm")[1], folder)
+    special = ["<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>"]
+    special += ["<fake_token_around_image>", "<global-img>"]
+    write_tokenizer(folder, special, "<image>", "<image>")
     settings = dict(
         image_processor_type="SmolVLMImageProcessor", size={"longest_edge": 64}, max_image_size={"longest_edge": 32},
         do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=[0.5] * 3,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from engine.engines import GREEDY, NEW, OPTIONS, tokens_of, variant
+from engine.test_images import write_tokenizer
 from engine.test_speculation import Always, Replay
-from image_cases import noise
+from image_cases import HALF, noise
 from reference_models import reference
 from vision_models import IMAGE_TOKEN, Example, their_logits, vision_reference
 
 from dovetail.engine.llm import LLM
+from dovetail.engine.request.outputs import RequestOutput
 from dovetail.engine.spec.speculator import Speculator, speculator_of
 from dovetail.io.images.item import ImagePrompt, ImageSpan
 from dovetail.io.images.patches import make_item
@@ -54,23 +58,31 @@ def prompt(name: str) -> ImagePrompt:
 
 
 @functools.cache
-def answer(name: str) -> Example:
+def answer(name: str, family: str) -> Example:
     """The prompt with the tokens that are the most probable for transformers."""
     longer = example(name)
     for _ in range(NEW):
-        token = int(their_logits(NAME, longer)[-1].argmax())
+        token = int(their_logits(family, longer)[-1].argmax())
         tokens, ids = np.append(longer.tokens, token), np.append(longer.image_ids, 0)
         longer = replace(longer, tokens=tokens, image_ids=ids)
     return longer
 
 
-def expected(*names: str) -> list[list[int]]:
-    return [answer(name).tokens[-NEW:].tolist() for name in names]
+def expected(*names: str, family: str = NAME) -> list[list[int]]:
+    return [answer(name, family).tokens[-NEW:].tolist() for name in names]
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(vision_reference(NAME)[1], **SMALL)
+def llm(tmp_path_factory) -> LLM:
+    """An engine with a tokenizer, a chat template and a processor."""
+    folder = tmp_path_factory.mktemp("qwen") / "model"
+    shutil.copytree(vision_reference(NAME)[1], folder)
+    around = ["<|vision_start|>", "<|vision_end|>"]
+    write_tokenizer(folder, around, "<|image_pad|>", "<|image_pad|>".join(around))
+    settings = dict(image_processor_type="Qwen2VLImageProcessorFast", patch_size=4, merge_size=2, **HALF)
+    settings |= dict(size=dict(shortest_edge=64, longest_edge=2048))
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return LLM(folder, **SMALL)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -84,10 +96,32 @@ def test_engine_generates_what_transformers_does(llm, steps):
     assert len({tuple(each) for each in expected(*names)}) == len(names), "a test of nothing"
 
 
+@pytest.mark.thorough
+def test_qwen2_5_vl():
+    llm, names = LLM(vision_reference("qwen2.5-vl")[1], **SMALL), list(PROMPTS)
+    for _ in range(2):
+        found = llm.generate([prompt(name) for name in names], GREEDY)
+        assert tokens_of(found) == expected(*names, family="qwen2.5-vl")
+
+
 def test_preempted_sequences_have_the_same_positions(llm):
     small, names = variant(llm, pages=24, caching=False), ["one", "another", "at the end"]
     assert tokens_of(small.generate([prompt(name) for name in names], GREEDY)) == expected(*names)
     assert small.stats().preemptions > 0
+
+
+def test_chat_takes_images_of_any_size(llm):
+    def ask(*images: np.ndarray) -> RequestOutput:
+        parts = [{"type": "image", "image": image} for image in images]
+        return variant(llm).chat([{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}], GREEDY)
+
+    odd, small, large = noise(37, 21), noise(3, 5), noise(70, 90)  # 5 x 3, 1 x 2 and 4 x 6 features
+    given = [ask(odd), ask(odd, small), ask(large)]
+    assert [each.prompt_token_ids.count(IMAGE_TOKEN) for each in given] == [15, 15 + 2, 24]
+    tokens = np.asarray(given[0].prompt_token_ids, np.int32)
+    seen = Example(np.append(tokens, given[0].outputs[0].token_ids), [CAT], np.zeros(0))
+    theirs = their_logits(NAME, replace(seen, image_ids=(seen.tokens == IMAGE_TOKEN).astype(np.int32)))
+    assert theirs[len(tokens) - 1 : -1].argmax(-1).tolist() == list(given[0].outputs[0].token_ids)
 
 
 def test_log_probabilities_of_a_prompt(llm):
