@@ -98,10 +98,10 @@ def run_decode(
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-        _, positions, _ = token_rows(ctx, shape.tokens)
+        row, positions, _ = token_rows(ctx, shape.tokens)
         with compute.products(platform):
-            tokens = last[batch.slots]
-            hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
+            tokens, rotary = last[batch.slots], _rotary(batch, row, positions)
+            hidden, cache, seen = tapped(params, cfg, tokens, rotary, ctx, cache, taps=_taps(draft))
             logits = unembed(params, cfg, hidden)
             if draft is not None:
                 assert cache is not None
@@ -171,7 +171,7 @@ def run_verify(
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
     row, positions, _ = token_rows(ctx, shape.tokens)
     params = choose(params, batch.adapters[row])
-    tokens, cache = batch.tokens, state.cache
+    tokens, cache, rotary = batch.tokens, state.cache, _rotary(batch, row, positions)
     with compute.products(platform):
         if draft is not None:
             assert state.followed is not None
@@ -183,7 +183,7 @@ def run_verify(
             cache = (*cache[:own], *pages)
             offset = jnp.clip(jnp.arange(shape.tokens) - batch.cu_q_lens[row] - 1, 0, shape.drafts - 1)
             tokens = jnp.where(tokens == UNKNOWN, proposed[offset, row], tokens)
-        hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
+        hidden, cache, seen = tapped(params, cfg, tokens, rotary, ctx, cache, taps=_taps(draft))
         logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
     assert cache is not None
     # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
@@ -322,7 +322,8 @@ def run_prompts(
     with compute.products(platform):
         every = shape.keeps_hidden or any(tap >= len(cfg.layers) - 1 for tap in _taps(draft))
         wanted = None if every else ends  # of a prompt, only its last token
-        hidden, new_cache, seen = tapped(params, cfg, tokens, positions, masked, cache, wanted, _taps(draft), embeds)
+        rotary = _rotary(batch, row, positions)
+        hidden, new_cache, seen = tapped(params, cfg, tokens, rotary, masked, cache, wanted, _taps(draft), embeds)
         logits = unembed(params, cfg, hidden[ends] if every else hidden)
         if draft is not None:
             assert new_cache is not None and followed is not None
@@ -358,6 +359,13 @@ def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placem
     # every program takes the table in this layout, whatever the compiler would choose for the sum
     history = constrain(count_tokens(history, inputs.slot, tokens), placement, None, "vocab")
     return (tokens, scores), last.at[slots].set(tokens), history
+
+
+def _rotary(batch: StepArrays, row: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the rotary positions, [T] or [T, 3], of tokens from their rows [T] and positions [T]."""
+    if batch.offsets is None:
+        return positions
+    return positions[:, None] + batch.offsets if batch.offsets.ndim == 2 else positions + batch.offsets[row]
 
 
 def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:
