@@ -29,7 +29,7 @@ from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.load import config_of, find_processor, open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.decoder import greedy
-from dovetail.models.towers.vision import Tower
+from dovetail.models.towers.vision import Vision
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.prepare import Ready
@@ -209,11 +209,11 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
     return found if template is None else found.with_templates(template)
 
 
-def vision_of(settings: Tuning) -> tuple[ImageProcessor, Tower] | None:
-    """Return the model's image processor and vision tower; None where images are not trained on."""
+def vision_of(settings: Tuning) -> tuple[ImageProcessor, Vision] | None:
+    """Return the model's image processor and how it sees images; None where images are not trained on."""
     vision = config_of(settings.model).vision if settings.takes_images else None
     processor = find_processor(settings.weights, tokenizer_of(settings)) if vision else None
-    return (processor, vision.tower) if vision and processor else None
+    return (processor, vision) if vision and processor else None
 
 
 @dataclass(frozen=True)
