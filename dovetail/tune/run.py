@@ -18,6 +18,7 @@ from dovetail.core import recipe as recipes
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import CheckpointError
 from dovetail.core.files import write_atomic
+from dovetail.core.fingerprint import content_of
 from dovetail.core.reporter import Reporter
 from dovetail.core.types import Params
 from dovetail.data.example_encoder import template_source
@@ -112,16 +113,8 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
     if isinstance(data, str | Path):
         return None, {"data": {"path": str(data)}}
     records = list(data)
-    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=_content).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=content_of).encode()).hexdigest()[:12]
     return records, {"data": {"path": f"{len(records)} records of a program, {digest}"}}
-
-
-def _content(value: Any) -> str:
-    """Return what stands for a value in a digest: that of an image or an array is its content, not its address."""
-    if not hasattr(value, "tobytes"):
-        return repr(value)
-    size = getattr(value, "size", None)
-    return f"{type(value).__name__} {size} {hashlib.sha256(value.tobytes()).hexdigest()}"
 
 
 class _Data:

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from refusals import refuses
+from safetensors.numpy import load_file
 from tune.small_models import metrics
 from tune.small_vision import COLOURS, picture, vision_folder
 
+from dovetail.core.errors import RecipeError
 from dovetail.tune.rl.environment import Environment, Step
 from dovetail.tune.rl.rl import rl
 
@@ -62,13 +66,36 @@ def agrees(place: Path) -> bool:
     return max(line["gap_max"] for line in lines) < 1e-4 and all(abs(line["ratio"] - 1) < 1e-4 for line in lines)
 
 
+def completions(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "completions.jsonl").read_text().splitlines()]
+
+
 def test_sampler_and_trainer_see_the_same_images(folder, tmp_path):
-    """Images of the prompt and of observations; a resumed run is the run without a stop."""
-    how: Any = dict(environment=Looks, max_prompt_length=80, max_completion_length=60, sampling={"stop": ["<2>"]})
-    ended = run(folder, tmp_path / "run", steps=2, checkpoint={"every": 1}, **how)
-    assert ended.code == 0 and agrees(tmp_path / "run")
-    said = [json.loads(line) for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
-    assert len(said) == 2 * 12 and not any("<image>" in json.dumps(line["completion"]) for line in said)
-    shown = {tuple(part["type"] for message in line["completion"] for part in message["content"]
-                   if isinstance(part, dict)) for line in said}  # fmt: skip
-    assert any("image" in types for types in shown), shown
+    ended = run(folder, tmp_path, steps=1, rewards=[first_letters])
+    assert ended.code == 0 and agrees(tmp_path)
+    said = completions(tmp_path)
+    assert len(said) == 12 and not any("<image>" in json.dumps(line["completion"]) for line in said)
+
+
+@pytest.mark.thorough
+def test_observations_have_images_and_a_run_resumes_exactly(folder, tmp_path):
+    how: Any = dict(
+        environment=Looks, max_prompt_length=80, max_completion_length=60, sampling={"stop": ["<2>"]},
+        lora={"r": 4}, checkpoint={"every": 1}, loss={"beta": 0.05},
+    )  # fmt: skip
+    straight = run(folder, tmp_path / "straight", steps=2, **how)
+    assert straight.code == 0 and agrees(tmp_path / "straight")
+    run(folder, tmp_path / "resumed", steps=1, **how)
+    resumed = run(folder, tmp_path / "resumed", steps=2, **how)
+    assert (resumed.trained, resumed.step) == (1, 2)
+    said = completions(tmp_path / "straight")
+    assert said == completions(tmp_path / "resumed") and len(said) == 2 * 12
+    assert any(PART in message["content"] for line in said for message in line["completion"])
+    one, other = (load_file(ended.folder / "export/step_2/adapter_model.safetensors") for ended in (straight, resumed))
+    for name, x in one.items():
+        np.testing.assert_array_equal(x, other[name])
+
+
+def test_adapters_of_the_tower_are_refused(folder, tmp_path):
+    with refuses("lora.target_modules", RecipeError):
+        run(folder, tmp_path, steps=1, rewards=[first_letters], lora={"r": 4, "target_modules": ["fc1"]})
