@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses
-from tune.small_models import model_folder
+from tune.small_models import metrics, model_folder
 from tune.small_vision import IMAGE, picture, vision_folder
 from tune.test_images import asked, pixels_of, vision_of
 from vision_models import vision_reference
 
 import dovetail as dt
 from dovetail.core.compute import compute_of
-from dovetail.core.errors import RecipeError, UserError
+from dovetail.core.errors import RecipeError
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.recipe import create
 from dovetail.data.example_rows import open_examples
@@ -151,7 +151,22 @@ def test_kto_has_the_images_of_prompts(folder):
             np.testing.assert_array_equal(rows.batch(0).columns["label"][:, 0] != 0, [True, True])
 
 
-def test_what_does_not_train_on_images_says_so(folder, tmp_path):
-    how: Any = dict(model=str(folder), steps=1, run_dir=tmp_path / "no", show=False)
-    with pytest.raises(UserError, match="train on images"):
-        dt.reward(data=PAIRS[:1], **how)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["dpo", "kto", "distill"])
+def test_what_is_on_disk_is_what_is_live(folder, tmp_path, kind):
+    """Whole runs: a reference or a teacher's tokens that are computed once, with the images."""
+    found = []
+    for where in ("live", "disk"):
+        more: Any = {"preference": {"reference": where, "loss_type": "kto" if kind == "kto" else "sigmoid"}}
+        records = PAIRS if kind == "dpo" else [{**pair, "completion": pair["chosen"], "label": True} for pair in PAIRS]
+        if kind == "distill":
+            more = {"teacher": str(folder), "distillation": {"teacher": where, "top_k": 8, "kind": "reverse"}}
+        call = dt.distill if kind == "distill" else dt.dpo
+        ended = call(
+            model=str(folder), data=records, run_dir=tmp_path / where, steps=3, batch=8, length=512, show=False,
+            optimizer={"lr": 3e-3}, precision={"compute": "f32"}, schedule={"name": "constant"}, **more,
+        )  # fmt: skip
+        assert ended.code == 0
+        found.append([line["loss"] for line in metrics(ended.folder) if "loss" in line])
+    np.testing.assert_allclose(*found, rtol=1e-3)
+    assert found[0][-1] != found[0][0]
