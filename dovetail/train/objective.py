@@ -37,7 +37,7 @@ from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
 from dovetail.train.abstract_batch import abstract_batch
-from dovetail.train.images import image_embeds, with_images
+from dovetail.train.images import image_embeds, rope_positions, with_images
 from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
@@ -121,8 +121,8 @@ def hidden_states(
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
     """Return (hidden states [B, T, D], statistics of each layer with a router); images are encoded here."""
     embeds = image_embeds(params, cfg, batch, ctx.placement, ctx.remat)
-    packed = with_images(ctx.packed(batch), cfg, batch)
-    return trunk(params, cfg, batch.tokens, batch.positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
+    packed, positions = with_images(ctx.packed(batch), cfg, batch), rope_positions(batch)
+    return trunk(params, cfg, batch.tokens, positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
 
 
 def cross_entropy(
@@ -191,8 +191,8 @@ class Objective:
     weight: Callable[[Batch], Any] = targets
     # columns of its batches besides the usual ones
     columns: Mapping[str, Column] = field(default_factory=dict)
-    # (recipe, columns, placement, entries of table columns) -> a batch as shapes with shardings
-    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, int], Any] = abstract_batch
+    # (recipe, columns, placement, entries of each table column) -> a batch as shapes with shardings
+    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, tuple[int, ...]], Any] = abstract_batch
     # specs of the trained weights, as models.spec declares them
     specs: Callable[[ModelConfig], Any] = spec
     # on held-out rows: (sums, their divisor), each added up over batches
