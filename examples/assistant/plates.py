@@ -60,7 +60,9 @@ def photo(meal: Meal, seed: int, side: int = SIDE) -> bytes:
 
 
 def _words(food: str, count: int, chance: random.Random) -> str:
-    one, many = NAMES.get(food) or ((food, food + "s") if food in COUNTED else (f"portion of {food}", f"portions of {food}"))
+    one, many = NAMES.get(food) or (food, food + "s")
+    if food not in NAMES and food not in COUNTED:
+        one, many = f"portion of {food}", f"portions of {food}"
     if count > 1:
         return f"{chance.choice([NUMBERS[count], str(count)])} {many}"
     return f"{chance.choice(['an' if one[0] in 'aeiou' else 'a', 'one', '1'])} {one}"
@@ -88,7 +90,8 @@ def _banana(pen: Draw, x: float, y: float, radius: float) -> None:
 
 
 def _bread(pen: Draw, x: float, y: float, radius: float) -> None:
-    pen.rounded_rectangle(_box(x, y, radius * 0.9), radius * 0.3, fill="#e0b878", outline="#9a6a34", width=max(1, round(radius * 0.14)))
+    crust = max(1, round(radius * 0.14))
+    pen.rounded_rectangle(_box(x, y, radius * 0.9), radius * 0.3, fill="#e0b878", outline="#9a6a34", width=crust)
 
 
 def _carrot(pen: Draw, x: float, y: float, radius: float) -> None:
