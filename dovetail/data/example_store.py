@@ -151,10 +151,10 @@ class Examples:
         """Return the most patches of an image's item; 0 if there are no images."""
         return max((store.pictures.max_patches for store in self._stores if store.pictures), default=0)
 
-    def num_items(self, document: int) -> int:
-        """Return the number of items of a document's images."""
+    def items(self, document: int) -> list[int]:
+        """Return the number of items of each image of a document."""
         store, own = self._locate(document)
-        return store.pictures.num_items(own) if store.pictures else 0
+        return store.pictures.items(own) if store.pictures else []
 
     def images(self, document: int) -> list[bytes]:
         """Return the files of a document's images."""

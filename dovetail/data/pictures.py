@@ -11,9 +11,10 @@ import base64
 import binascii
 import io
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from dovetail.core.errors import UserError
 from dovetail.core.types import Batch
 from dovetail.io.chat import is_image
 from dovetail.io.images.decode import as_image
-from dovetail.io.images.item import ImageItem
+from dovetail.io.images.item import ImageItem, ProcessedImage
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.models.towers.vision import Tower
 
 FILES, TABLE = "images.bin", "images.npz"
 PATCHES, POSITIONS, INDEX = "patches", "patch_positions", "image_index"  # columns of a batch: see `PictureRows`
-TEXT_ONLY = "only `dovetail sft` trains on images, with a model that has a vision tower"
+NO_IMAGES = "`dovetail sft`, `dpo`, `distill` and `rl` train on images, with a model that has a vision tower"
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ class StoredPictures:
         """Return the images of a store's folder; None if it has none."""
         return cls(folder) if (folder / TABLE).exists() else None
 
-    def num_items(self, document: int) -> int:
-        """Return the number of items of a document's images."""
-        return int(self._items[self._first[document] : self._first[document + 1]].sum())
+    def items(self, document: int) -> list[int]:
+        """Return the number of items of each image of a document."""
+        return self._items[self._first[document] : self._first[document + 1]].tolist()
 
     def files(self, document: int) -> list[bytes]:
         """Return the files of a document's images."""
@@ -161,41 +162,79 @@ class StoredPictures:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
+ReadPicture = Callable[[bytes], ProcessedImage]
+
+
+def picture_reader(processor: ImageProcessor, keep: int = 0) -> ReadPicture:
+    """Return a function that decodes and processes a file; it remembers the last `keep` files."""
+
+    def read(file: bytes) -> ProcessedImage:
+        return processor(as_image(file, param="images"), "images")
+
+    return lru_cache(keep)(read) if keep else read
+
+
 @dataclass(frozen=True)
 class PictureRows:
     """Add the columns of images to batches.
 
     `patches` [B, M, P * C] uint8 and `patch_positions` [B, M, P * 2] int32 are the items of each row, and `image_index`
     [B, T] int32 is 0, or 1 + the number of the feature among those of the row that replaces the token's embedding.
+    Documents of a row with the same image share its items: the two of a preference, the completions of a prompt.
     """
 
-    processor: ImageProcessor
+    read: ReadPicture
+    image_id: int
     tower: Tower
     patches: int  # P
 
-    def add(self, batch: Any, files: Sequence[Sequence[bytes]], items: int) -> Batch:
-        """Return the batch with the images `files` of each row, padded to at least `items` items."""
-        B, M, C = len(files), bucket(items), self.tower.patch_dim
+    def add(self, batch: Any, rows: Sequence[Sequence[Sequence[bytes]]], items: int) -> Batch:
+        """Return the batch with the images of its rows, padded to at least `items` items.
+
+        Args:
+            batch: numpy arrays.
+            rows: The files of each document of each row, in the order of their tokens.
+            items: The most items of a row (`distinct`), over all hosts.
+        """
+        B, M, C = len(rows), bucket(items), self.tower.patch_dim
         pixels = np.zeros((B, M, self.patches, C), np.uint8)
         positions = np.zeros((B, M, self.patches, 2), np.int32)
         index = np.zeros(batch.tokens.shape, np.int32)
-        for b, own in enumerate(files):
-            found = [item for file in own for item in self._items(file)]
+        for b, documents in enumerate(rows):
+            found, order = self._items(documents)
             for m, item in enumerate(found):
                 positions[b, m] = -1
                 pixels[b, m, : len(item.patches)] = item.patches
                 positions[b, m, : len(item.patches)] = item.positions
-            index[b, batch.tokens[b] == self.processor.image_id] = self._index(found)
+            index[b, batch.tokens[b] == self.image_id] = self._index(found, order)
         flat = {PATCHES: pixels.reshape(B, M, -1), POSITIONS: positions.reshape(B, M, -1), INDEX: index}
         return replace(batch, columns={**batch.columns, **flat})
 
-    def _items(self, file: bytes) -> tuple[ImageItem, ...]:
-        return self.processor(as_image(file, param="images"), "images").items
+    def _items(self, documents: Sequence[Sequence[bytes]]) -> tuple[list[ImageItem], list[int]]:
+        """Return the items of a row, and the item of each image of its documents in order."""
+        found: list[ImageItem] = []
+        places: dict[tuple[bytes, int], range] = {}
+        order: list[int] = []
+        for key in (key for files in documents for key in distinct(files)):
+            if key not in places:
+                items = self.read(key[0]).items
+                places[key] = range(len(found), len(found) + len(items))
+                found += items
+            order += places[key]
+        return found, order
 
-    def _index(self, items: Sequence[ImageItem]) -> np.ndarray:
+    def _index(self, items: Sequence[ImageItem], order: Sequence[int]) -> np.ndarray:
         each = self.patches // self.tower.patches_per_feature
-        own = [m * each + np.arange(item.grid[0] * item.grid[1]) for m, item in enumerate(items)]
+        own = [m * each + np.arange(items[m].grid[0] * items[m].grid[1]) for m in order]
         return np.concatenate([np.zeros(0, np.int64), *own]) + 1
+
+
+def distinct(files: Sequence[bytes]) -> list[tuple[bytes, int]]:
+    """Return a key for each image of a document; one that occurs twice is two images, whose tokens are not one block.
+
+    Equal keys of other documents in the row are the same image.
+    """
+    return [(file, list(files[:i]).count(file)) for i, file in enumerate(files)]
 
 
 def bucket(items: int) -> int:

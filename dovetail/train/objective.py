@@ -189,8 +189,8 @@ class Objective:
     weight: Callable[[Batch], Any] = targets
     # columns of its batches besides the usual ones
     columns: Mapping[str, Column] = field(default_factory=dict)
-    # (recipe, columns, placement, entries of table columns) -> a batch as shapes with shardings
-    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, int], Any] = abstract_batch
+    # (recipe, columns, placement, entries of each table column) -> a batch as shapes with shardings
+    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, tuple[int, ...]], Any] = abstract_batch
     # specs of the trained weights, as models.spec declares them
     specs: Callable[[ModelConfig], Any] = spec
     # on held-out rows: (sums, their divisor), each added up over batches

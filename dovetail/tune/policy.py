@@ -17,7 +17,7 @@ from dovetail.core.compute import compute_of
 from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
-from dovetail.core.types import Params
+from dovetail.core.types import Column, Params
 from dovetail.io.hub import name_for_others, resolve
 from dovetail.io.images.processor import copy_processor
 from dovetail.io.load import config_of
@@ -27,6 +27,7 @@ from dovetail.models.frozen import abstract_frozen, pack
 from dovetail.models.lora import OUTER, Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
+from dovetail.train.images import image_columns
 from dovetail.train.objective import Frozen, StepContext, export, whole
 from dovetail.train.settings import check_causal
 from dovetail.tune.sections import check_teacher
@@ -68,6 +69,11 @@ def policy_of(settings: Tuning) -> Policy:
         check=check,
         beside=functools.partial(beside_adapters, settings),
     )
+
+
+def columns_of_images(settings: Tuning) -> dict[str, Column]:
+    """Return the columns of batches with images; none if the data has no images."""
+    return image_columns(config_of(settings.model).vision, settings.image_patches) if settings.image_patches else {}
 
 
 def check_model(settings: Tuning, cfg: ModelConfig) -> None:

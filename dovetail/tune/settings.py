@@ -55,6 +55,8 @@ class Tuning(Training):
     quantization: str = ""  # storage of the frozen weights: bf16, f32, int8 or nf4 (QLoRA); default: as compute
     from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
     samples: SampleSettings = SAMPLES
+    # the most patches of an image's item in the data, 0 without images: filled in when the data is read
+    image_patches: int = field(default=0, compare=False, repr=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
         if not (self.steps or self.tokens or self.epochs):
@@ -120,8 +122,6 @@ class Sft(Tuning):
 
     assistant_only_loss: bool = True  # false: train every token of a conversation
     completion_only_loss: bool = True  # false: train the prompt as well as the completion
-    # the most patches of an image's item in the data, 0 without images: tune.run fills it in
-    image_patches: int = field(default=0, compare=False, repr=False, metadata=NOT_A_KEY)
 
     @property
     def trained_tokens(self) -> TrainedTokens:

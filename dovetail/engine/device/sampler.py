@@ -156,9 +156,13 @@ class Sampler:
         )
 
     def _bad_words(self, params: SamplingParams) -> set[tuple[int, ...]]:
-        """Return each word's tokens at the start of a text and after a space, which differ in most vocabularies."""
+        """Return each word's tokens at the start of a text and after a space, which differ in most vocabularies.
+
+        A word that ends with a token which is excluded everywhere adds nothing: a special token after a space.
+        """
         spelled = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
-        return {tuple(self.tokenizer.encode(text, add_special=False)) for text in spelled} - {()}
+        found = {tuple(self.tokenizer.encode(text, add_special=False)) for text in spelled} - {()}
+        return {word for word in found if len(word) == 1 or (word[-1],) not in found}
 
     def _fixed_mask(self, params: SamplingParams, words: set[tuple[int, ...]]) -> np.ndarray | None:
         """Return the mask of allowed_token_ids and one-token bad words."""

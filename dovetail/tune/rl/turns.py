@@ -17,7 +17,7 @@ import numpy as np
 
 from dovetail.core.errors import RecipeError, UserError
 from dovetail.data.example_encoder import ExampleEncoder
-from dovetail.data.examples import ChatExample, TextExample
+from dovetail.data.examples import ChatExample, TextExample, placed_images
 from dovetail.data.messages import Messages, say
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import ToolCall
@@ -155,7 +155,7 @@ class TurnEncoder:
         """Return the tokens up to the policy's first turn."""
         if isinstance(example, ChatExample) and example.tools and self._must_describe(example.tools):
             messages = spell(example.messages, example.tools)
-            example = ChatExample(messages, None, len(messages))
+            example = replace(example, messages=messages, tools=None, first=len(messages))
         return [int(token) for token in self._encoder.prompt(example)]
 
     def text(self, observation: str) -> list[int]:
@@ -252,8 +252,9 @@ def with_observation(example: ChatExample | TextExample, observation: Any) -> Ch
         return example
     if isinstance(example, TextExample):
         return replace(example, prompt=example.prompt + observation_text(observation))
-    messages = [*example.messages, *observation_messages(observation)]
-    return replace(example, messages=messages, first=len(messages))
+    shown = placed_images(ChatExample(observation_messages(observation)))
+    messages = [*example.messages, *shown.messages]
+    return replace(example, messages=messages, first=len(messages), images=example.images + shown.images)
 
 
 def observation_messages(observation: Any) -> Messages:
