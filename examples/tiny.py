@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 import dovetail as dt
@@ -65,8 +65,17 @@ def tiny_model(
     return str(folder)
 
 
-def word_tokenizer(texts: Sequence[str], special: Sequence[str] = (), template: str = TEMPLATE) -> Tokenizer:
-    """Return a tokenizer whose tokens are the words of these texts, and special ones besides the chat template's."""
+def word_tokenizer(
+    texts: Sequence[str], special: Sequence[str] = (), template: str = TEMPLATE, phrases: Sequence[str] = ()
+) -> Tokenizer:
+    """Return a tokenizer whose tokens are the words of these texts.
+
+    Args:
+        texts: The texts.
+        special: Special tokens besides those of the chat template.
+        template: The chat template.
+        phrases: Further tokens, of several words each.
+    """
     backend = Backend(models.BPE())
     cut = pre_tokenizers.Split(WORDS, "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -78,6 +87,7 @@ def word_tokenizer(texts: Sequence[str], special: Sequence[str] = (), template: 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     backend.train_from_iterator(texts, trainer)
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return Tokenizer(backend, eos=SPECIAL[0], chat_template=template)
 
 

@@ -14,12 +14,12 @@ from dovetail.tune.rl.environment import ToolEnvironment
 from dovetail.tune.rl.tools import call_tools
 from examples.assistant.database import connect
 from examples.assistant.diary import Diary
-from examples.assistant.plates import describe, photo, random_meal
+from examples.assistant.plates import COUNTED, NAMES, SHAPES, describe, photo, random_meal
 from examples.assistant.rewards import TABLE, success
 from examples.assistant.tools import FoodTools
 
 MAX_TURNS = 3  # two with calls, and the answer
-FOODS = sorted(food.name for food in TABLE.foods.values())
+FOODS = sorted({*NAMES, *COUNTED, *SHAPES})  # of meals in words
 CAPTIONS = ("", "", "My lunch", "I had this", "Please log this")  # of pictures
 
 Messages = list[dict[str, Any]]

@@ -16,7 +16,7 @@ from dovetail.tune.rl.turns import TurnParser
 from examples.assistant.episode import Ask, record, success_rate
 
 HELD_OUT = 500_000  # the first seed; those of training are smaller
-MAX_TOKENS = 160
+MAX_TOKENS = 64
 
 
 def asking(llm: dt.LLM, temperature: float) -> Ask:
@@ -39,7 +39,7 @@ def asking(llm: dt.LLM, temperature: float) -> Ask:
 
 def evaluate(model: str | Path, meals: int = 200, temperature: float = 1.0) -> dict[str, float]:
     """Return the success rates of meals in words and of meals in pictures."""
-    llm = dt.LLM(model, max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=2**28)
+    llm = dt.LLM(model, max_model_len=256, max_num_seqs=32, kv_cache_memory_bytes=2**26)
     ask, seeds = asking(llm, temperature), range(HELD_OUT, HELD_OUT + meals)
     return {
         kind: success_rate(ask, [record(seed, picture=kind == "pictures") for seed in seeds])

@@ -6,16 +6,14 @@ import json
 import random
 from typing import Any
 
-from examples.assistant.episode import new_tools, record
+from examples.assistant.episode import FOODS, new_tools, record
 from examples.assistant.plates import MAX_PORTIONS, SHAPES, Meal
-from examples.assistant.rewards import TABLE
 
 LOGGED = ("I logged it.", "It is in the diary.", "Done.")
 FOUND = ("Here are the facts.", "This is what the table has.")
 SUMMED = ("Here is your day.", "This is your day so far.")
 SEARCHES = ("How much protein is in {}?", "How many calories does {} have?", "Look up {}")
 DAYS = ("What did I eat today?", "How many calories did I eat today?", "Show my day")
-NAMES = sorted(food.name for food in TABLE.foods.values())
 
 Messages = list[dict[str, Any]]
 
@@ -25,8 +23,8 @@ def lesson(seed: int) -> dict[str, Any]:
     chance = random.Random(f"lesson {seed}")
     tools = {tool.name: tool for tool in new_tools().tools}
     talk, images = [], []
-    for part in range(2 if chance.random() < 0.25 else 1):
-        kind = chance.choices(("words", "picture", "question"), (40, 48, 12))[0]
+    for part in range(2 if chance.random() < 0.2 else 1):
+        kind = chance.choices(("words", "picture", "question"), (36, 56, 8))[0]
         if kind == "question":
             talk += question(chance, tools)
             continue
@@ -60,7 +58,7 @@ def mistaken(entries: list[tuple[str, int]], chance: random.Random) -> list[tupl
 def question(chance: random.Random, tools: dict[str, Any]) -> Messages:
     """Return a question about a food or the day, the call that answers it, its result and an answer."""
     if chance.random() < 0.5:
-        food = chance.choice(NAMES)
+        food = chance.choice(FOODS)
         asked, call, answers = chance.choice(SEARCHES).format(food), ("search_food", {"query": food}), FOUND
     else:
         asked, call, answers = chance.choice(DAYS), ("day_summary", {}), SUMMED

@@ -118,7 +118,7 @@ NAMES = {  # of one portion and of several
     "cheese pizza": ("slice of cheese pizza", "slices of cheese pizza"), "coffee": ("cup of coffee", "cups of coffee"),
     "milk": ("glass of milk", "glasses of milk"), "orange juice": ("glass of orange juice", "glasses of orange juice"),
 }  # fmt: skip
-COUNTED = {  # the others are counted in portions
+COUNTED = {  # their plural ends in s; foods that are not listed here are counted in portions
     "apple", "apricot", "avocado", "bagel", "banana", "burger", "carrot", "cookie", "croissant", "cucumber", "egg",
     "kiwi", "orange", "pancake", "pear", "pork chop", "steak", "zucchini",
 }  # fmt: skip

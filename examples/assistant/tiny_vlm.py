@@ -19,8 +19,18 @@ from examples.tiny import TEMPLATE, word_tokenizer
 
 SIDE, PATCH, SQUARE = 64, 8, 2  # pixels of a picture and of a patch; patches of a feature, in each direction
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
-# It has one task and reads no system message, neither in training nor in the app: short prompts train faster.
-TINY_TEMPLATE = TEMPLATE.replace("for message in messages", "for message in messages if message.role != 'system'")
+# It has one task: its template writes neither the system message nor the tools, and what surrounds the arguments of
+# calls and results is one token. Short prompts and calls train faster.
+TINY_TEMPLATE = TEMPLATE[TEMPLATE.index("{%- for message") :].replace(
+    "for message in messages", "for message in messages if message.role != 'system'"
+)
+PHRASES = (
+    '<tool_call>{"name": "log_meal", "arguments": {"food": "', '", "amount": ', "}}</tool_call>",
+    '<tool_call>{"name": "search_food", "arguments": {"query": "', '"}}</tool_call>',
+    '<tool_call>{"name": "day_summary", "arguments": {}}</tool_call>',
+    '{"id": ', ', "food": "', '", "grams": ', ', "kcal": ', ', "protein_g": ', ', "carbohydrate_g": ', ', "fat_g": ',
+    ', "portion_g": ', '{"name": "',
+)  # fmt: skip
 PROCESSOR = {
     "image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": SIDE},
     "max_image_size": {"longest_edge": SIDE}, "do_image_splitting": False, "do_resize": True, "do_rescale": True,
@@ -32,7 +42,7 @@ def tiny_vlm(folder: Path, chats: Sequence[Mapping[str, Any]], width: int = 64, 
     """Write a model whose tokens are the words of these chats, and return its folder."""
     template = ChatTemplate(TINY_TEMPLATE)
     texts = [template.render(chat["messages"], chat.get("tools")) for chat in chats]
-    tokenizer = word_tokenizer(texts, IMAGE_TOKENS, TINY_TEMPLATE)
+    tokenizer = word_tokenizer(texts, IMAGE_TOKENS, TINY_TEMPLATE, PHRASES)
     shape = dict(num_hidden_layers=layers, hidden_size=width, intermediate_size=2 * width, num_attention_heads=4)
     text = shape | {
         "model_type": "llama", "num_key_value_heads": 4, "vocab_size": tokenizer.vocab_size, "eos_token_id": 0,

@@ -28,7 +28,7 @@ from examples.assistant.tiny_vlm import tiny_vlm
 from examples.tiny import first_and_last
 
 BEFORE, AFTER = "before", "after"  # folders of the two models, and their labels in the app
-LESSONS, IMITATION_STEPS = 4000, 400
+LESSONS, IMITATION_STEPS = 4000, 700
 MEALS, RL_STEPS = 800, 40
 USUAL: dict[str, Any] = {"precision": {"compute": "f32"}}
 
@@ -38,7 +38,7 @@ def imitate(run_dir: Path) -> Path:
     lessons = [lesson(seed) for seed in range(LESSONS)]
     model = tiny_vlm(_empty(run_dir / "random"), lessons)
     taught = dt.sft(
-        model=model, data=lessons, steps=IMITATION_STEPS, batch=8, length=512, packing=True, optimizer={"lr": 4e-3},
+        model=model, data=lessons, steps=IMITATION_STEPS, batch=4, length=512, packing=True, optimizer={"lr": 4e-3},
         schedule={"name": "cosine", "warmup": 20}, checkpoint={"export_hf": IMITATION_STEPS},
         run_dir=_empty(run_dir / "sft"), **USUAL,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def reinforce(model: Path, run_dir: Path, steps: int) -> Path:
     learned = dt.rl(
         model=str(model), data=meals, environment=MealEnvironment,
         rewards=[well_formed, right_food, right_amount, success], steps=steps, prompts=8, num_generations=8,
-        max_prompt_length=96, max_completion_length=160, optimizer={"lr": 4e-4}, schedule={"name": "constant"},
+        max_prompt_length=64, max_completion_length=96, optimizer={"lr": 4e-4}, schedule={"name": "constant"},
         engine={"max_num_seqs": 32}, checkpoint={"export_hf": steps}, run_dir=_empty(run_dir / "rl"), **USUAL,
     )  # fmt: skip
     print("mean reward, of 4: {:.2f} in the first steps, {:.2f} in the last".format(*first_and_last(learned.folder)))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from dovetail.io.chat import has_images
+from dovetail.io.images.processor import read_processor
+from dovetail.io.images.prompt import encode_images
+from dovetail.io.load import load
 from examples.assistant.episode import MealEnvironment, new_tools, play, record, success_rate
 from examples.assistant.evaluate import evaluate
 from examples.assistant.foods import FoodTable
@@ -16,6 +20,7 @@ from examples.assistant.plates import SHAPES, describe, draw, random_meal
 from examples.assistant.rewards import right_amount, right_food, success, well_formed
 from examples.assistant.tiny_vlm import tiny_vlm
 from examples.assistant.train import train
+from examples.assistant.turn import SYSTEM
 
 
 def caller(*made: dict):
@@ -103,11 +108,18 @@ def named(messages: list[dict]) -> list[dict]:
     return [messages[0] | {"tool_calls": calls}, *results, messages[-1]]
 
 
-def test_the_tiny_model_reads_pictures_and_calls_tools(tmp_path):
-    """It is of SmolVLM's shape: its folder loads, and its random weights answer in any way."""
+def test_the_tiny_model_is_of_smolvlms_shape_and_its_template_skips_system_messages(tmp_path):
     folder = tiny_vlm(tmp_path / "model", [lesson(seed) for seed in range(30)])
-    rates = evaluate(folder, meals=2)
-    assert rates == {"words": 0.0, "pictures": 0.0}
+    model, meal = load(folder), record(0, picture=True)
+    assert model.config.vision and model.tokenizer
+    processor = read_processor(folder, model.config.vision, model.tokenizer)
+    system = {"role": "system", "content": SYSTEM}
+    prompts = [
+        encode_images(model.tokenizer, processor, messages, meal["images"], [tool.schema for tool in new_tools().tools])
+        for messages in (meal["messages"], [system, *meal["messages"]])
+    ]
+    assert prompts[0].tokens == prompts[1].tokens and 20 < len(prompts[0].tokens) < 60
+    assert (np.asarray(prompts[0].tokens) == processor.image_id).sum() == 16
 
 
 @pytest.mark.thorough
