@@ -19,12 +19,11 @@ from examples.tiny import TEMPLATE, word_tokenizer
 
 SIDE, PATCH, SQUARE = 64, 8, 2  # pixels of a picture and of a patch; patches of a feature, in each direction
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
-# It has one task: its template writes neither the system message nor the tools, and what surrounds the arguments of
-# calls and results is one token. Short prompts and calls train faster.
-TINY_TEMPLATE = TEMPLATE[TEMPLATE.index("{%- for message") :].replace(
-    "for message in messages", "for message in messages if message.role != 'system'"
-)
+# It has one task: its template does not write the system message, and what surrounds the arguments of calls and results
+# is one token. Short prompts and calls train faster.
+TINY_TEMPLATE = TEMPLATE.replace("for message in messages", "for message in messages if message.role != 'system'")
 PHRASES = (
+    "system\nTools: log_meal search_food day_summary delete_entry",
     '<tool_call>{"name": "log_meal", "arguments": {"food": "', '", "amount": ', "}}</tool_call>",
     '<tool_call>{"name": "search_food", "arguments": {"query": "', '"}}</tool_call>',
     '<tool_call>{"name": "day_summary", "arguments": {}}</tool_call>',
