@@ -7,8 +7,10 @@ import random
 from typing import Any
 
 from examples.assistant.episode import FOODS, new_tools, record
-from examples.assistant.plates import MAX_PORTIONS, SHAPES, Meal
+from examples.assistant.plates import MAX_PORTIONS, SHAPES, Meal, caption
 
+KINDS = {"words": 0.26, "picture": 0.34, "caption": 0.34, "question": 0.06}  # shares of the parts of lessons
+DESCRIBE = "What is where?"  # asks for a caption: the place of each food teaches the vision tower fastest
 LOGGED = ("I logged it.", "It is in the diary.", "Done.")
 FOUND = ("Here are the facts.", "This is what the table has.")
 SUMMED = ("Here is your day.", "This is your day so far.")
@@ -19,18 +21,21 @@ Messages = list[dict[str, Any]]
 
 
 def lesson(seed: int) -> dict[str, Any]:
-    """Return one chat to imitate: a meal in words or in a picture or a question, and sometimes another one."""
+    """Return one chat to imitate: one or two parts, each a meal in words or in a picture, a caption or a question."""
     chance = random.Random(f"lesson {seed}")
     tools = {tool.name: tool for tool in new_tools().tools}
     talk, images = [], []
     for part in range(2 if chance.random() < 0.2 else 1):
-        kind = chance.choices(("words", "picture", "question"), (36, 56, 8))[0]
+        kind = chance.choices(*zip(*KINDS.items(), strict=True))[0]
+        row = record(2 * seed + part, picture=kind in ("picture", "caption"))
         if kind == "question":
             talk += question(chance, tools)
-            continue
-        row = record(2 * seed + part, picture=kind == "picture")
-        talk += row["messages"] + meal_exchange(row["meal"], chance, tools)
-        images += row.get("images", ())
+        elif kind == "caption":
+            ask = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": DESCRIBE}]}
+            talk += [ask, {"role": "assistant", "content": caption(row["meal"], 2 * seed + part)}]
+        else:
+            talk += row["messages"] + meal_exchange(row["meal"], chance, tools)
+        images += row.get("images", ()) if kind != "question" else ()
     lesson = {"messages": talk, "tools": [tool.schema for tool in tools.values()]}
     return lesson | ({"images": images} if images else {})
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 Meal = dict[str, int]  # food -> portions
 
 SIDE = 128  # pixels of a picture
-CELLS = [(x, y) for x in (-1, 0, 1) for y in (-1, 0, 1)]  # places for a food on the plate
+CELLS = [(x, y) for y in (-1, 0, 1) for x in (-1, 0, 1)]  # places for a food on the plate, row by row
 MAX_FOODS, MAX_PORTIONS = 2, 3
 NUMBERS = {1: "one", 2: "two", 3: "three"}
 PHRASES = ("I had {}", "I ate {}", "I just ate {}", "For lunch I had {}", "My breakfast was {}", "Please log {}")
@@ -38,18 +38,30 @@ def describe(meal: Meal, seed: int) -> str:
 
 def draw(meal: Meal, seed: int, side: int = SIDE) -> Image.Image:
     """Return the picture of a plate with each portion on it, at a random place and size."""
-    chance = random.Random(f"picture {seed}")
+    chance, places = _arrange(meal, seed)
     image = Image.new("RGB", (side, side), chance.choice(["#b98d5f", "#8fa3ad", "#d8cfc0", "#6f5a4a"]))
     pen = ImageDraw.Draw(image)
     middle, plate = side / 2, side * 0.47
     pen.ellipse(_box(middle, middle, plate), fill="#f4f4f0", outline="#c9c9c2", width=max(1, side // 100))
-    portions = [food for food, count in meal.items() for _ in range(count)]
-    for food, (x, y) in zip(portions, chance.sample(CELLS, len(portions)), strict=True):
+    for (x, y), food in places.items():
         radius = side * chance.uniform(0.085, 0.105)
         shift = side * 0.02
         across, down = (middle + each * side * 0.235 + chance.uniform(-shift, shift) for each in (x, y))
         SHAPES[food](pen, across, down, radius)
     return image
+
+
+def caption(meal: Meal, seed: int) -> str:
+    """Return what lies at each place of the picture, row by row, such as "egg - - egg - - - banana -"."""
+    _, places = _arrange(meal, seed)
+    return " ".join(places.get(cell, "-") for cell in CELLS)
+
+
+def _arrange(meal: Meal, seed: int) -> tuple[random.Random, dict[tuple[int, int], str]]:
+    """Return the picture's generator, and the food at each place that is not empty."""
+    chance = random.Random(f"picture {seed}")
+    portions = [food for food, count in meal.items() for _ in range(count)]
+    return chance, dict(zip(chance.sample(CELLS, len(portions)), portions, strict=True))
 
 
 def photo(meal: Meal, seed: int, side: int = SIDE) -> bytes:

@@ -28,7 +28,7 @@ from examples.assistant.tiny_vlm import tiny_vlm
 from examples.tiny import first_and_last
 
 BEFORE, AFTER = "before", "after"  # folders of the two models, and their labels in the app
-LESSONS, IMITATION_STEPS = 4000, 700
+LESSONS, IMITATION_STEPS = 4000, 800
 MEALS, RL_STEPS = 800, 40
 USUAL: dict[str, Any] = {"precision": {"compute": "f32"}}
 
