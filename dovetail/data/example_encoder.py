@@ -197,6 +197,16 @@ class ExampleEncoder:
             self._num_images(tokens, images)
         return tokens
 
+    def text(self, text: str, images: Sequence[Picture] = ()) -> list[int]:
+        """Return the tokens of a text within a conversation, with images in the place of their placeholders."""
+        if self._processor is None:
+            return self.tokenizer.encode(text, add_special=False)
+        processed = [ProcessedImage(image.text, ()) for image in images]
+        text = expand(text, processed, self._processor.placeholder, param="messages").text
+        tokens = self.tokenizer.encode(text, add_special=False)
+        self._num_images(np.asarray(tokens, np.int64), images)
+        return tokens
+
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
         return self._text.backend.decode(ids.tolist(), skip_special_tokens=False)
@@ -443,13 +453,13 @@ def _cut(documents: list[list[MaskedTokens]], length: int, image_id: int) -> Fit
         shorter = min(*sizes, length // 2)
         room = [min(size, length - shorter) for size in sizes] if min(sizes) == shorter else [length // 2] * 2
     cut = [
-        [shorter for shorter in (_shortened(document, most, image_id) for document in side) if shorter.is_trained]
+        [shorter for shorter in (shortened(document, most, image_id) for document in side) if shorter.is_trained]
         for side, most in zip(documents, room, strict=True)
     ]
     return Fitted(cut, CUT) if all(cut) else Fitted([], LEFT_OUT)
 
 
-def _shortened(document: MaskedTokens, most: int, image_id: int) -> MaskedTokens:
+def shortened(document: MaskedTokens, most: int, image_id: int) -> MaskedTokens:
     """Return the first tokens of a document with the images that are whole among them."""
     at = np.flatnonzero(document.tokens == image_id) if document.images else np.zeros(0, int)
     ends = np.cumsum([0, *(image.tokens for image in document.images)])

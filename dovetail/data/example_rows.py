@@ -21,7 +21,7 @@ from dovetail.data.pictures import PictureRows, distinct, picture_reader
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.models.towers.vision import Tower
+from dovetail.models.towers.vision import Vision
 
 KINDS = ("sft", "preference", "unpaired")
 COLUMNS = ("document", "label", "margin")  # those that examples bring themselves
@@ -41,7 +41,7 @@ def open_examples(
     progress: Progress | None = None,
     packing: bool = True,
     trained: TrainedTokens = TrainedTokens(),
-    vision: tuple[ImageProcessor, Tower] | None = None,
+    vision: tuple[ImageProcessor, Vision] | None = None,
 ) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
     """Open the examples of fine-tuning; a source whose token cache is missing is tokenised first.
 
@@ -60,7 +60,7 @@ def open_examples(
         packing: Whether several examples share a row. Otherwise each has a row of its own, and rows are as long as the
             longest example needs.
         trained: Which tokens are trained.
-        vision: The model's image processor and vision tower; None: records with images are refused.
+        vision: The model's image processor and how it sees images; None: records with images are refused.
 
     Returns:
         The training rows, the held-out rows (None where `settings.held_out` is 0), and the counts of the records.
@@ -74,8 +74,7 @@ def open_examples(
     examples = Examples(stores, per_unit=1 if kind == "sft" else 2)
     pictures = None
     if vision and examples.max_patches:
-        processor, tower = vision
-        pictures = PictureRows(picture_reader(processor), processor.image_id, tower, examples.max_patches)
+        pictures = PictureRows(picture_reader(vision[0]), vision[1], examples.max_patches)
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
     brought = {name: own_column(name, examples) for name in sorted(wanted)}
     weights = [source.weight for source in settings.all_sources] if records is None else [1.0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Batch, Column, Embeds, Params
-from dovetail.data.pictures import INDEX, PATCHES, POSITIONS
+from dovetail.data.pictures import INDEX, PATCHES, POSITIONS, ROPE
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import VISION
 from dovetail.models.towers.vision import Vision
@@ -24,7 +24,7 @@ def image_columns(vision: Vision | None, patches: int) -> dict[str, Column]:
         PATCHES: Column("uint8", width=patches * vision.tower.patch_dim, table=True),
         POSITIONS: Column("int32", width=patches * 2, table=True),
         INDEX: Column("int32"),
-    }
+    } | ({ROPE: Column("int32", width=3)} if vision.mrope else {})
 
 
 def image_embeds(
@@ -48,6 +48,11 @@ def image_embeds(
     own = batch.columns[INDEX] - 1
     first = jnp.arange(B, dtype=own.dtype)[:, None] * (M * features.shape[1])
     return Embeds(features.reshape(-1, features.shape[-1]), jnp.where(own < 0, -1, own + first))
+
+
+def rope_positions(batch: Batch) -> jax.Array:
+    """Return the positions of rotary embeddings: [B, T], or [B, T, 3] for images of a model with multimodal RoPE."""
+    return batch.columns.get(ROPE, batch.positions)
 
 
 def image_ids(cfg: ModelConfig, batch: Batch) -> jax.Array | None:

@@ -37,7 +37,7 @@ from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
 from dovetail.train.abstract_batch import abstract_batch
-from dovetail.train.images import image_embeds, image_ids
+from dovetail.train.images import image_embeds, image_ids, rope_positions
 from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
@@ -122,7 +122,9 @@ def hidden_states(
     """Return (hidden states [B, T, D], statistics of each layer with a router); images are encoded here."""
     embeds = image_embeds(params, cfg, batch, ctx.placement, ctx.remat)
     packed = replace(ctx.packed(batch), image_ids=image_ids(cfg, batch))
-    return trunk(params, cfg, batch.tokens, batch.positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
+    return trunk(
+        params, cfg, batch.tokens, rope_positions(batch), packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds
+    )
 
 
 def cross_entropy(

@@ -80,7 +80,7 @@ def vision_of(folder: Path) -> tuple[Any, Any]:
 
 def rows_of(folder: Path, records: list, **how: Any):
     model, processor = vision_of(folder)
-    given: Any = dict(length=256, batch=2, kind="sft", vision=(processor, model.config.vision.tower)) | how
+    given: Any = dict(length=256, batch=2, kind="sft", vision=(processor, model.config.vision)) | how
     return open_examples(TuningData(), tokenizer=model.tokenizer, records=records, **given)[0]
 
 
@@ -164,7 +164,7 @@ def test_forms_of_images(folder, tmp_path):
     lines = [{**named("red"), "images": ["red.png"]}, {**named("red"), "images": [url]}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model, processor = vision_of(folder)
-    given: Any = dict(tokenizer=model.tokenizer, kind="sft", vision=(processor, model.config.vision.tower))
+    given: Any = dict(tokenizer=model.tokenizer, kind="sft", vision=(processor, model.config.vision))
     settings = TuningData(path=str(tmp_path / "data.jsonl"), cache=str(tmp_path / "cache"))
     for _ in range(2):  # tokenised, then from the cache
         found, _, _ = open_examples(settings, 256, 2, **given)

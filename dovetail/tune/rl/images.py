@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from dovetail.data.pictures import PictureRows, distinct, picture_reader
 from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.images.prompt import locate
-from dovetail.models.towers.vision import Tower
+from dovetail.models.towers.vision import Vision
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.layout import Layout
 from dovetail.tune.rl.prompts import PromptRecord
@@ -19,18 +20,18 @@ KEEP = 64  # processed images that are remembered: all completions of a prompt h
 
 
 class RolloutImages:
-    """Find the images of episodes by their prompts.
+    """Find the images of episodes: those of their prompts, and of observations after them.
 
     Args:
         processor: The policy's.
-        tower: The policy's.
+        vision: How the policy sees images.
         records: The prompts, with their images as files.
     """
 
-    def __init__(self, processor: ImageProcessor, tower: Tower, records: Iterable[PromptRecord]):
+    def __init__(self, processor: ImageProcessor, vision: Vision, records: Iterable[PromptRecord]):
         self._read, self._image_id = picture_reader(processor, KEEP), processor.image_id
         self._records = {record.index: record for record in records}
-        self._rows = PictureRows(self._read, self._image_id, tower, max_patches(self._records.values()))
+        self._rows = PictureRows(self._read, vision, max_patches(self._records.values()))
         self._items = 1  # of a row so far: fewer would compile the step again
 
     def prompt(self, episode: Episode) -> ImagePrompt | list[int]:
@@ -54,7 +55,8 @@ class RolloutImages:
         return sum(len(self._read(file).items) for file, _ in keys)
 
     def _files(self, episode: Episode) -> list[bytes]:
-        return [image.file for image in self._records[episode.prompt_index].images]
+        own = [image.file for image in self._records[episode.prompt_index].images]
+        return own + [base64.b64decode(file) for file in episode.images]
 
 
 def max_patches(records: Iterable[PromptRecord]) -> int:

@@ -15,6 +15,7 @@ from dovetail.core.choice import require
 from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.reporter import Reporter
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
@@ -190,7 +191,8 @@ def _open_rows(
     reporter.line(f"{len(prompts.records):,} prompts, {len(held_out):,} held out{left_out}")
     everything = {record.index: record for record in (*prompts.records, *held_out)}
     failures = Failures(reporter.line)
-    reply = _reply(settings, functions, tokenizer, [*everything.values()], failures)
+    vision = vision_of(settings)
+    reply = _reply(settings, functions, tokenizer, [*everything.values()], failures, vision and vision[0])
     columns = {name for record in prompts.records for name in record.columns}
     pool = _reward_pool(settings, functions, columns, has_environment=reply is not None)
     rewards = RewardAssigner(stack.enter_context(pool) if pool else None, tokenizer, failures)
@@ -198,7 +200,6 @@ def _open_rows(
     sampler = PolicySampler(settings, ready, tokenizer, drafter.model if drafter else None)
     calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everything.values())
     grammar = calls.grammar if calls else None
-    vision = vision_of(settings)
     images = RolloutImages(*vision, everything.values()) if vision else None
     builder = BatchBuilder(settings, ready, functions.advantage, calls, images)
     inputs = _inputs(settings, functions, (*prompts.records, *held_out), pool)
@@ -249,9 +250,14 @@ def _reward_pool(settings: Rl, functions: RlFunctions, columns: set[str], has_en
 
 
 def _reply(
-    settings: Rl, functions: RlFunctions, tokenizer: Tokenizer, records: Sequence[PromptRecord], failures: Failures
+    settings: Rl,
+    functions: RlFunctions,
+    tokenizer: Tokenizer,
+    records: Sequence[PromptRecord],
+    failures: Failures,
+    processor: ImageProcessor | None,
 ) -> Reply | None:
     made = functions.environment or settings.environment
     if not made:
         return None
-    return EnvironmentRunner.from_settings(made, settings, tokenizer, records, failures).reply
+    return EnvironmentRunner.from_settings(made, settings, tokenizer, records, failures, processor).reply
