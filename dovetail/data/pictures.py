@@ -249,7 +249,7 @@ def _rope_positions(segments: np.ndarray, is_image: np.ndarray, grids: Sequence[
     """Return positions [T, 3] of a row, whose image tokens are those of items with these grids, in order."""
     found, left = np.zeros((len(segments), 3), np.int32), list(grids)
     edges = np.flatnonzero(np.diff(segments, prepend=-1, append=-1))
-    for first, end in pairwise(edges):
+    for first, end in pairwise(edges.tolist()):
         at, images = first, []
         while len(after := np.flatnonzero(is_image[at:end])):
             rows, columns = left.pop(0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from vision_models import SIZES, Example, patches_of, sized_example, their_logits, vision_reference
+from vision_models import SIZES, VISION, Example, patches_of, sized_example, their_logits, vision_reference
 
 from dovetail.core.compute import compute_of
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
@@ -20,8 +20,6 @@ from dovetail.io.load import load
 from dovetail.models.decoder import unembed
 from dovetail.train.objective import StepContext, hidden_states
 
-pytestmark = pytest.mark.slow
-
 
 def processed(image: np.ndarray, vision: Any) -> ProcessedImage:
     size, merge = math.isqrt(vision.tower.patch_dim // 3), math.isqrt(vision.tower.patches_per_feature)
@@ -30,8 +28,8 @@ def processed(image: np.ndarray, vision: Any) -> ProcessedImage:
     return ProcessedImage("", (ImageItem(patches, positions, grid, image.tobytes()),))
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", *(pytest.param(x, marks=pytest.mark.thorough) for x in
-                                                ("gemma3", "gemma4", "gemma4-31b"))])  # fmt: skip
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in VISION if name not in ("smolvlm", "idefics3")])
 def test_a_row_has_the_logits_of_its_documents(name):
     """The first document's images are in the second as well: they are encoded once."""
     model = load(vision_reference(name)[1], dtype="f32")
