@@ -215,6 +215,19 @@ def test_grammars_and_texts(text_llm, name, temperature):
     assert engine.engine.stats().speculation.accepted_tokens > 0
 
 
+def test_decode_steps_of_a_grammar_alone_are_measured(text_llm):
+    """None is queued behind another, so each is measured from its planning on; else speculation would never begin."""
+    engine = variant(text_llm)
+    engine.engine.speculator = Speculator(NgramDrafter(2, 3), DraftLength((DRAFTS,)))
+    engine.engine.speculator.length.choose = lambda rows: 0
+    params = SamplingParams(max_tokens=12, structured_outputs={"regex": "[a-d]{12}"})
+    for _ in range(10):  # steps beside a compiler are not counted
+        engine.generate("say 5", params)
+        if (known := engine.engine.speculator.length._rows.get(1)) and known.measured >= LEAST_MEASURED:
+            break
+    assert known.measured >= LEAST_MEASURED and known.seconds[0] > 0
+
+
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
