@@ -535,8 +535,9 @@ class Engine:
 
     def _seconds_alone(self, launched: LaunchedStep) -> float | None:
         """Return the seconds of a step beside which nothing was in flight or compiled, from planning it on."""
-        alone = launched.began is not None and not (self._inflight or launched.waited or self.runner.is_compiling)
-        return time.perf_counter() - launched.began if alone else None
+        if launched.began is None or self._inflight or launched.waited or self.runner.is_compiling:
+            return None
+        return time.perf_counter() - launched.began
 
     def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[OutputDelta]:
         """Commit the tokens [steps, S] that a step sampled."""

@@ -158,6 +158,9 @@ def test_over_two_devices_and_with_adapters(kind, tmp_path):
     engine = drafting(llm)
     same(expected, engine.generate(PROMPTS, params, adapter=names))
     assert engine.engine.stats().speculation.drafts > 0
+    masked, alone = replace(params, **TEXTS["regular expression"]), drafting(llm)
+    same(variant(llm).generate("say two", masked, adapter="a"), alone.generate("say two", masked, adapter="a"))
+    assert alone.engine.stats().speculation.drafts > 0
 
 
 def test_several_steps_a_dispatch_before_draft_tokens(llm):

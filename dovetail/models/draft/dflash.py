@@ -172,7 +172,7 @@ class DFlash:
         """Run the layers on blocks x [..., D] -> (the last norm's output, the pages with the blocks' tokens)."""
         stream, entries = Residual(x), []
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
-            entry, how = None if cache is None else cache[i], dict(cfg=self.cfg, layer=layer)
+            entry, how = None if cache is None else cache[i], dict[str, Any](cfg=self.cfg, layer=layer)
             if self.conv:
                 assert isinstance(ctx, Paged), "a drafter with convolutions is only served"
                 slots = x.shape[0] // ctx.kv_lens.shape[0]

@@ -59,7 +59,7 @@ class DynamicConv:
         kernels = base + jnp.repeat(delta, self.group_size, axis=-1)
         kernels = kernels.reshape(-1, slots, *base.shape)
         moved = [jnp.pad(blocks, ((0, 0), (i, 0), (0, 0)))[:, :slots] for i in range(self.taps)]
-        return sum(each * kernels[:, :, i] for i, each in enumerate(moved)).reshape(x.shape).astype(x.dtype)
+        return jnp.sum(jnp.stack(moved, axis=2) * kernels, axis=2).reshape(x.shape).astype(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class RunDrafter:
 
     def export(self, folder: Path, own: Params, outer: Params, cfg: ModelConfig, dtype: Any) -> None:
         """Write it in the format of `speculators`."""
-        weights = self.weights(*(jax.tree.map(lambda x: x.astype(dtype), part) for part in (own, outer)), cfg)
+        own, outer = jax.tree.map(lambda x: x.astype(dtype), (own, outer))
+        weights = self.weights(own, outer, cfg)
         config = json.loads(self.model.source) | {"dtype": str(jnp.dtype(dtype))}
         config["transformer_layer_config"] |= {"vocab_size": cfg.vocab}  # other writers leave out defaults
         save_draft(folder, self.model, jax.tree.map(np.asarray, weights), config)
