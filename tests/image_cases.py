@@ -64,6 +64,12 @@ FAMILIES = {
         4, 3, 630, {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"} | GEMMA4_AUDIO, {},
         TEMPLATE.replace("PLACEHOLDER", "'<|image|>'"),
     ),
+    "gemma4-unified": Family(
+        "Gemma4UnifiedImageProcessor",
+        {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+        12, 1, 70, {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"} | GEMMA4_AUDIO, {},
+        TEMPLATE.replace("PLACEHOLDER", "'<|image|>'"),
+    ),
     "qwen2.5": Family(
         "Qwen2VLImageProcessor",
         {"min_pixels": 28 * 28 * 4, "max_pixels": 28 * 28 * 30, "patch_size": 14},

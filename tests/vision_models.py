@@ -26,6 +26,8 @@ GEMMA4 = TEXT | dict(
     num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, head_dim=16, sliding_window=6,
     vocab_size_per_layer_input=160, global_head_dim=24,
 )  # fmt: skip
+GEMMA4_12B = {key: GEMMA4[key] for key in GEMMA4 if key != "vocab_size_per_layer_input"}
+GEMMA4_12B |= dict(attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=30.0)
 GEMMA4_VISION = dict(
     hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     head_dim=12, patch_size=4, pooling_kernel_size=2, position_embedding_size=40, rms_norm_eps=1e-4,
@@ -69,6 +71,13 @@ VISION: dict[str, tuple[str, dict]] = {
                                 spatial_merge_size=2, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1]),
              image_token_id=IMAGE_TOKEN, video_token_id=IMAGE_TOKEN + 1),
     ),
+    "gemma4-unified": (
+        "Gemma4UnifiedConfig",
+        dict(text_config=GEMMA4_12B,
+             vision_config=dict(patch_size=4, pooling_kernel_size=2, mm_embed_dim=32, output_proj_dims=32,
+                                mm_posemb_size=20, rms_norm_eps=1e-4),
+             audio_config=dict(audio_embed_dim=16), image_token_id=IMAGE_TOKEN),
+    ),
     "qwen3-vl": (
         "Qwen3VLConfig",
         dict(text_config=TEXT | dict(num_hidden_layers=4, head_dim=16, rope_parameters=dict(
@@ -99,7 +108,7 @@ def vision_reference(name: str):
 
 
 # height and width of a prompt's items, in turn
-SIZES = dict.fromkeys(("gemma4", "gemma4-31b", "qwen3-vl"), ((16, 24), (32, 8), (24, 24)))
+SIZES = dict.fromkeys(("gemma4", "gemma4-31b", "gemma4-unified", "qwen3-vl"), ((16, 24), (32, 8), (24, 24)))
 SIZES["qwen2.5-vl"] = ((24, 40), (32, 8), (56, 24))  # windows are 16 x 16
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # mean, standard deviation
 
@@ -142,6 +151,10 @@ def their_logits(name: str, prompt: Example, model: torch.nn.Module | None = Non
     kinds = torch.tensor(prompt.image_ids[None] > 0).long()
     given |= {"token_type_ids": kinds} if name == "gemma3" else {}
     given |= {"mm_token_type_ids": kinds} if name.startswith(("gemma4", "qwen")) else {}
+    if name == "gemma4-unified":  # as its `generate`; alone, its forward pass lets images see each other in all layers
+        embeds, positions = model.get_input_embeddings()(given["input_ids"]), torch.arange(len(prompt.tokens))[None]
+        masks = model.create_masks_for_generate(model.config, embeds, None, None, positions, kinds)
+        given |= {"attention_mask": masks}
     with torch.no_grad():
         return model(**given, **_pixel_values(name, prompt)).logits[0].float().numpy()
 
@@ -150,7 +163,7 @@ def _pixel_values(name: str, prompt: Example) -> dict[str, torch.Tensor]:
     if not len(prompt.pixels):
         return {}
     if name.startswith("gemma4"):
-        patches, positions = patches_of(prompt.pixels, GEMMA4_VISION["patch_size"])
+        patches, positions = patches_of(prompt.pixels, 8 if name == "gemma4-unified" else GEMMA4_VISION["patch_size"])
         return {"pixel_values": torch.tensor(patches) / 255, "image_position_ids": torch.tensor(positions).long()}
     if name.startswith("qwen"):
         return _two_frames(prompt.pixels, 4, CLIP if name == "qwen2.5-vl" else ([0.5] * 3, [0.5] * 3))

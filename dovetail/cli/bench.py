@@ -93,6 +93,14 @@ def serve(
     ),
     api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="API key of the server."),
     seed: int = typer.Option(0, help="Seed of the prompts and arrival times."),
+    images: int = typer.Option(
+        0, "--random-mm-base-items-per-request", min=0, help="Random images per request; --input counts words then."
+    ),
+    buckets: str = typer.Option(
+        "{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}",
+        "--random-mm-bucket-config",
+        help="Height, width and frames (1) of the images, with their probabilities.",
+    ),
     warm_up: int = typer.Option(
         None,
         min=0,
@@ -103,12 +111,13 @@ def serve(
     json: str = typer.Option("", help="Write all measurements, also of each request, to this file."),
 ) -> None:
     """Measure latency and throughput of a running server under load."""
+    from dovetail.cli.bench_images import RandomImages
     from dovetail.cli.bench_load import Load
     from dovetail.cli.bench_serve import run
 
     load = Load(
         requests=requests, rate=rate, concurrency=concurrency or (0 if rate else 8), input=prompt, output=output,
-        seed=seed,
+        seed=seed, images=RandomImages.parse(images, buckets) if images else None,
     )  # fmt: skip
     run(url, api_key, model, load, vocab, warm_up, timeout, plot, json)
 

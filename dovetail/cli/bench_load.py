@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dovetail.cli.bench_images import RandomImages
 from dovetail.cli.remote import DONE, ServerError, explained, read_event, refusal
 from dovetail.core.errors import UserError
 
@@ -28,6 +29,12 @@ class Load:
     input: int = 128
     output: int = 64
     seed: int = 0
+    images: RandomImages | None = None  # sent to the chat route, with `input` words of text
+
+    @property
+    def route(self) -> str:
+        """Return the route of the server that the requests go to."""
+        return "/v1/chat/completions" if self.images else "/v1/completions"
 
     def __post_init__(self):
         if bool(self.rate) == bool(self.concurrency):
@@ -39,7 +46,8 @@ class Load:
     def describe(self) -> dict[str, Any]:
         """Return the load as JSON types; JSON has no infinity."""
         unused = "concurrency" if self.rate else "rate"
-        values = {name: value for name, value in vars(self).items() if name != unused}
+        values = {name: value for name, value in vars(self).items() if name not in (unused, "images")}
+        values |= {"images": self.images.describe()} if self.images else {}
         return values | ({"rate": "inf"} if math.isinf(self.rate) else {})
 
     def moments(self) -> list[float]:
@@ -57,6 +65,9 @@ class Load:
             "model": model, "max_tokens": self.output, "ignore_eos": True, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
+        if self.images:
+            messages = (self.images.messages(rng, self.input) for _ in range(count))
+            return [json.dumps({**same, "messages": each}).encode() for each in messages]
         low = min(100, vocab // 2)
         prompts = ([rng.randrange(low, vocab) for _ in range(self.input)] for _ in range(count))
         return [json.dumps({**same, "prompt": prompt}).encode() for prompt in prompts]
@@ -75,6 +86,7 @@ class RequestRecord:
     events: list[float] = field(default_factory=list)  # when tokens arrived
     end: float | None = None  # None: not finished
     tokens: int = 0
+    prompt_tokens: int = 0  # 0: the server does not report them
     error: str | None = None  # the kind of the error
     message: str = ""  # of the error
 
@@ -147,7 +159,7 @@ class Generator:
 
     async def _read(self, record: RequestRecord, body: bytes) -> None:
         headers = {"content-type": "application/json"}
-        async with self._client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+        async with self._client.stream("POST", self._load.route, content=body, headers=headers) as response:
             if response.is_error:
                 await response.aread()
                 raise refusal(response)
@@ -164,6 +176,11 @@ class Generator:
     def _take(self, record: RequestRecord, event: dict[str, Any]) -> None:
         """Count an event as a token even without text (half a character is held back), unless it only finishes."""
         for choice in event.get("choices", ()):
-            if choice.get("text") or not choice.get("finish_reason") or not record.events:
+            delta = choice.get("delta", {})
+            if "role" in delta and not delta.get("content"):
+                continue  # a chat's first event has no token
+            if choice.get("text") or delta.get("content") or not choice.get("finish_reason") or not record.events:
                 record.events.append(self.now())
-        record.tokens = (event.get("usage") or {}).get("completion_tokens", record.tokens)
+        usage = event.get("usage") or {}
+        record.tokens = usage.get("completion_tokens", record.tokens)
+        record.prompt_tokens = usage.get("prompt_tokens", record.prompt_tokens)

@@ -221,6 +221,7 @@ class Bench:
             "answered": len(ok),
             "errors": dict(Counter(record.error for record in self.records if record.error)),
             "requests_per_second": len(ok) / self._seconds if self._seconds else 0.0,
+            "prompt_tokens": sum(record.prompt_tokens for record in ok),
             "output_tokens": tokens,
             "output_tokens_per_second": tokens / self._seconds if self._seconds else 0.0,
             "tokens_per_event": tokens / max(1, sum(len(record.events) for record in ok)),
@@ -285,6 +286,12 @@ def _show(figures: dict[str, Any], records: list[RequestRecord]) -> None:
         f"[bold]{figures['requests_per_second']:,.2f}[/bold] requests/s",
         soft_wrap=True,
     )
+    if images := figures["load"].get("images"):
+        console.print(
+            f"{figures['requests_per_second'] * images['count']:,.2f} images/s; a prompt had "
+            f"{figures['prompt_tokens'] / max(1, figures['answered']):,.0f} tokens on average, images included",
+            soft_wrap=True,
+        )
     if figures["decode_step"]:
         console.print(describe(figures["decode_step"]), soft_wrap=True)
     for kind, count in figures["errors"].items():
@@ -304,7 +311,9 @@ def _describe(figures: dict[str, Any]) -> str:
     load = figures["load"]
     how = f"{float(load['rate']):g} per second (Poisson)" if "rate" in load else f"{load['concurrency']} at a time"
     how = how if load.get("rate") != "inf" else "all at once"
-    return f"{load['requests']} requests, {how}, {load['input']} + {load['output']} tokens, seed {load['seed']}"
+    images = f"{load['images']['count']} images and " if "images" in load else ""
+    size = f"{images}{load['input']} + {load['output']} tokens"
+    return f"{load['requests']} requests, {how}, {size}, seed {load['seed']}"
 
 
 def _notes(figures: dict[str, Any]) -> list[str]:

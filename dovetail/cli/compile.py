@@ -93,7 +93,7 @@ def compile_serve(
     topology: str = TOPOLOGY,
     as_json: bool = JSON,
 ) -> None:
-    """Compile the engine's smallest and largest decode and verify steps and its largest prompt step for MODEL."""
+    """Compile the engine's smallest and largest decode and verify steps, its largest prompt step and encoder calls."""
     from dovetail.plan import topology as topologies
 
     wanted = topologies.parse(topology)
@@ -113,7 +113,7 @@ def compile_serve(
     with console.status(f"compiling the largest step of {model} for {wanted}") as status:
         made, *_ = compiled(lambda _: abstract_engine(cfg, given, devices))
         for shape in made.corners():
-            status.update(f"compiling a step of {shape.tokens} tokens in {shape.rows} rows")
+            status.update(f"compiling {shape_title(shape)}")
             found = compiled(lambda options, shape=shape: made.compile(shape, options))
             reports.append(serve_report(model, made, shape, *found))
     tokens = made.pages * made.programs.page_size
@@ -195,8 +195,9 @@ def recipe_report(title: str, ready, program, assigned: int | None, seconds: flo
 
 
 def serve_report(model: str, made, shape, program, assigned: int | None, seconds: float) -> CompileReport:
-    """Compare a compiled step of the engine with what was estimated."""
+    """Compare a compiled step or encoder call of the engine with what was estimated."""
     from dovetail.core.chips import chip_of
+    from dovetail.engine.device.encoder import EncoderShape
     from dovetail.plan.compiled import count, predict
 
     devices = made.programs.devices
@@ -204,16 +205,39 @@ def serve_report(model: str, made, shape, program, assigned: int | None, seconds
     counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes, assigned)
     flops = made.flops(shape)
     predicted = predict(chip, flops, made.moved(shape), counted.traffic, devices) if chip else None
-    estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes}
-    estimated |= {"arguments": made.argument_bytes(shape), "FLOPs": flops}
+    parts, notes = (_encoder_parts if isinstance(shape, EncoderShape) else _step_parts)(made, shape, counted)
+    estimated = parts | {"arguments": made.argument_bytes(shape), "FLOPs": flops}
+    limit = chip.device_hbm if chip else None
+    return CompileReport(f"{model}, {shape_title(shape)}", counted, predicted, estimated, limit, seconds, notes)
+
+
+def _step_parts(made, shape, counted) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the estimated parts of a step's arguments, and further rows."""
     copies = counted.pool_copies
     notes = {
         "pool copied": f"{len(copies)} x: {copies[0]}" if copies else "no",
         "paged attention": "; ".join(made.kernels(shape)),
     }
+    return {"weights": made.weight_bytes - made.tower_bytes, "KV pages": made.pool_bytes}, notes
+
+
+def _encoder_parts(made, shape, counted) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the same of an encoder call, which runs between steps while the other weights and the pages stay."""
+    from dovetail.core.spec import held_bytes
+
+    parts = {"weights of the tower": made.tower_bytes, "features of images": held_bytes(made.programs.features)}
+    beside = made.weight_bytes - made.tower_bytes + made.pool_bytes
+    return parts, {"held beside it": format_bytes(beside)}
+
+
+def shape_title(shape) -> str:
+    """Return the title of a program: its kind and its size."""
+    from dovetail.engine.device.encoder import EncoderShape
+
+    if isinstance(shape, EncoderShape):
+        return f"encoder: {shape.items} x {shape.patches} patches"
     kind = "verify" if shape.drafts else "decode" if shape.is_decode else "prompts"
-    title = f"{model}, {kind}: {shape.tokens} tokens in {shape.rows} rows"
-    return CompileReport(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)
+    return f"{kind}: {shape.tokens} tokens in {shape.rows} rows"
 
 
 def show(head: dict[str, Any], reports: list[CompileReport], as_json: bool) -> None:

@@ -22,9 +22,9 @@ from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
 from dovetail.core.types import Paged, Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters, with_adapters
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
-from dovetail.engine.device.encoder import EncoderBuckets
+from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape
 from dovetail.engine.device.following import with_draft
-from dovetail.engine.device.programs import Programs
+from dovetail.engine.device.programs import Programs, ProgramShape
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
@@ -37,7 +37,7 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.latent import Latent
 from dovetail.models.publish import serving_spec
-from dovetail.models.spec import flops_per_token
+from dovetail.models.spec import VISION, flops_per_token
 from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes, why_not_ragged
 from dovetail.plan.prediction import chip_here
@@ -153,7 +153,8 @@ def programs_for(
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
     sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options.speculative_config, draft)
     images = dict(images=cfg.vision is not None, mrope=bool(cfg.vision and cfg.vision.mrope))
-    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, **images, **sizes)
+    sizes |= dict(drafts=drafts, proposes=draft is not None, **images)
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
     platform = device.platform if absent else None
     encoder = _encoder(cfg, buckets, max_len, device)
     return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder)
@@ -291,51 +292,63 @@ class AbstractEngine:
         return held_bytes(self.programs.pages(self.pages))
 
     @property
+    def tower_bytes(self) -> int:
+        """Return the bytes of the vision tower's weights on one device, which `weight_bytes` contains."""
+        return held_bytes(self.params.get(VISION, ()))
+
+    @property
     def layer_shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the layers' pages on one device, each kind once."""
         layers = jax.tree.leaves(self.programs.pages(self.pages))
         return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
 
-    def corners(self) -> list[Shape]:
-        """Return the smallest and the largest decode and verify steps and the largest step with prompts and images."""
+    def corners(self) -> list[ProgramShape]:
+        """Return the smallest and the largest decode and verify steps, the largest with prompts, and encoder calls."""
         buckets = self.programs.buckets
         usual = sorted((s for s in buckets.usual() if s.tokens), key=lambda shape: (shape.rows, shape.tokens))
         decode = [shape for shape in usual if shape.is_decode and shape.steps == 1]
-        verify = [shape for shape in usual if shape.drafts]
+        verify = [shape for shape in usual if shape.drafts and not shape.proposes]
         ends = [*decode[:1], *decode[-1:], *verify[:1], *verify[-1:]]
-        return list(dict.fromkeys([*ends, replace(buckets.largest(), images=buckets.images)]))
+        encoder = self.programs.encoder
+        calls = [encoder.usual()[0], encoder.largest()] if encoder else []
+        return list(dict.fromkeys([*ends, replace(buckets.largest(), images=buckets.images), *calls]))
 
-    def compile(self, shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
+    def compile(self, shape: ProgramShape, more: Mapping[str, Any] | None = None) -> Any:
         """Compile a step; `more` are further options of XLA."""
         return self.programs.compile(shape, self.params, self.pages, more)
 
-    def argument_bytes(self, shape: Shape) -> int:
-        """Return the bytes of a step's arguments on one device: weights, pages and the sampler's arrays."""
+    def argument_bytes(self, shape: ProgramShape) -> int:
+        """Return the bytes of a program's arguments on one device: weights, pages and the sampler's arrays."""
         return held_bytes(self.programs.of(shape, self.params, self.programs.pages(self.pages)).abstract)
 
-    def flops(self, shape: Shape) -> float:
+    def flops(self, shape: ProgramShape) -> float:
         """Return one device's FLOPs without attention over pages and a draft model's.
 
         Only a row's last token is unembedded, except in a verify step.
         """
+        if isinstance(shape, EncoderShape):
+            assert self.cfg.vision is not None
+            return shape.items * self.cfg.vision.tower.flops(shape.patches) / len(self.programs.devices)
         head = 2.0 * self.cfg.vocab * self.cfg.dim
         unembedded = shape.tokens if shape.drafts else shape.rows
         tokens = shape.tokens * (flops_per_token(self.cfg) - head) + unembedded * head
         return tokens / len(self.programs.devices)
 
-    def moved(self, shape: Shape) -> tuple[float, float]:
-        """Return the least and the most bytes of one device's memory that a step reads.
+    def moved(self, shape: ProgramShape) -> tuple[float, float]:
+        """Return the least and the most bytes of one device's memory that a program reads.
 
         The least are the weights that its tokens use (with experts, each token's own at most), the most all weights and
-        all pages.
+        all pages. An encoder call reads its arguments.
         """
+        if isinstance(shape, EncoderShape):
+            return self.tower_bytes, self.argument_bytes(shape)
         size = self.programs.compute.dtype.itemsize
         used = flops_per_token(self.cfg) / 2 * size / len(self.programs.devices)
         some = any(layer.moe for layer in self.cfg.layers)
         return min(self.weight_bytes, used * (shape.tokens if some else 1)), self.weight_bytes + self.pool_bytes
 
     def kernels(self, shape: Shape) -> list[str]:
-        """Return the attention kernel of each kind of layer of the model, and if it is not upstream's, why."""
+        """Return the paged attention kernel of each kind of layer of the model, and if it is not upstream's, why."""
         pages = self.programs.pages(self.pages)[: len(self.cfg.layers)]
         with self.programs.device_kind():
             found = [self._kernel(shape, layer.attn, own) for layer, own in zip(self.cfg.layers, pages, strict=True)]
@@ -353,7 +366,7 @@ class AbstractEngine:
         q, sinks = self._queries(shape, attn.heads, attn.head_dim), tables if attn.sinks else None
         where = sinks, programs.placement, tables
         name = choose_paged(programs.platform, q, attn.kv_heads, *where, pages)  # type: ignore[arg-type]
-        reason = why_not_ragged(q, attn.kv_heads, *where) if programs.platform == "tpu" else None
+        reason = why_not_ragged(q, attn.kv_heads, *where, attn.block_mask) if programs.platform == "tpu" else None
         return f"{name} (not upstream's: {reason})" if reason else name
 
     def _queries(self, shape: Shape, heads: int, dim: int) -> Any:

@@ -11,7 +11,9 @@ SANDWICH = {
     "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
 # the towers of a checkpoint that also sees and hears, and what joins them to the text
-OTHER_TOWERS = (r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",)
+OTHER_TOWERS = (
+    r"(model\.)?(vision_tower|vision_embedder|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
+)
 
 
 def parse_gemma2(f: Fields) -> ModelConfig:

@@ -16,7 +16,7 @@ from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llam
 from dovetail.models.attention import Attention
 from dovetail.models.config import Layer, ModelConfig, is_scored, scored
 from dovetail.models.family import Family, Fields, VisionFamily
-from dovetail.models.towers import gemma3, qwen2_5_vl, qwen3_vl, smolvlm
+from dovetail.models.towers import gemma3, gemma4_unified, qwen2_5_vl, qwen3_vl, smolvlm
 from dovetail.models.towers import gemma4 as gemma4_vision
 from dovetail.models.towers.vision import Vision
 
@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
 }
 VISION_FAMILIES: dict[str, VisionFamily] = {
     kind: family
-    for module in (smolvlm, gemma3, gemma4_vision, qwen2_5_vl, qwen3_vl)
+    for module in (smolvlm, gemma3, gemma4_vision, gemma4_unified, qwen2_5_vl, qwen3_vl)
     for family in module.FAMILIES
     for kind in family.model_types
 }

@@ -55,6 +55,8 @@ class Tuning(Training):
     quantization: str = ""  # storage of the frozen weights: bf16, f32, int8 or nf4 (QLoRA); default: as compute
     from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
     samples: SampleSettings = SAMPLES
+    # the most patches of an image's item in the data, 0 without images: filled in when the data is read
+    image_patches: int = field(default=0, compare=False, repr=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
         if not (self.steps or self.tokens or self.epochs):
@@ -120,8 +122,6 @@ class Sft(Tuning):
 
     assistant_only_loss: bool = True  # false: train every token of a conversation
     completion_only_loss: bool = True  # false: train the prompt as well as the completion
-    # the most patches of an image's item in the data, 0 without images: tune.run fills it in
-    image_patches: int = field(default=0, compare=False, repr=False, metadata=NOT_A_KEY)
 
     @property
     def trained_tokens(self) -> TrainedTokens:
@@ -132,6 +132,8 @@ class Sft(Tuning):
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Tuning):
     """Preference training, with DPO's loss or a related one."""
+
+    takes_images: ClassVar[bool] = True
 
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
@@ -214,6 +216,8 @@ class Reward(Tuning):
 @dataclass(frozen=True, kw_only=True)
 class Distill(Tuning):
     """Training of a student on the token distributions of a teacher."""
+
+    takes_images: ClassVar[bool] = True
 
     teacher: str  # the model to learn from: a folder, a name or a hub id
     distillation: Distillation = DISTILLATION

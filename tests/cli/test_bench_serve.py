@@ -11,8 +11,10 @@ import pytest
 from fake_openai import Reply, says, serving
 from refusals import refuses
 
+from dovetail.cli.bench_images import RandomImages
 from dovetail.cli.bench_load import Load, RequestRecord
 from dovetail.cli.bench_serve import percentile, rates, run, summary
+from dovetail.io.images.decode import as_image
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +47,32 @@ def test_the_requests_that_bench_sends(tmp_path):
     assert len({tuple(prompt) for prompt in prompts[:5]}) == 5  # none finds another's prefix
     assert (figures["sent"], figures["answered"], figures["output_tokens"], figures["errors"]) == (3, 3, 12, {})
     assert figures["load"] == {"requests": 3, "concurrency": 1, "input": 7, "output": 4, "seed": 5}
+
+
+def test_random_images_are_sent_to_the_chat_route(tmp_path, capsys):
+    load = Load(
+        requests=4, concurrency=1, input=6, output=2, images=RandomImages.parse(2, "{(40, 60, 1): 1, (9, 9, 8): 0}")
+    )
+    chat = Reply([(0.0, {"role": "assistant", "content": ""}), (0.05, "a"), (0.0, "b")], usage=2)
+    with serving(lambda i: chat) as fake:
+        figures = bench(fake, load, tmp_path)
+    urls = []
+    for body in fake.bodies:
+        *images, text = body["messages"][0]["content"]
+        urls += [image["image_url"]["url"] for image in images]
+        assert body["max_tokens"] == 2 and len(text["text"].split()) == 6 and "prompt" not in body
+    assert {as_image(url).shape for url in urls} == {(40, 60, 3)} and len(set(urls)) == 8
+    assert figures["load"]["images"] == {"count": 2, "buckets": {"40x60": 1.0}}
+    assert figures["tokens_per_event"] == 1 and figures["ttft_ms"]["p50"] >= 50, "the role is not a token"
+    assert "2 images and 6 + 2 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "256", "{(256, 256): 1}", "{(8, 8, 4): 1}", "{(0, 8, 1): 1}", "__import__('os')"]
+)
+def test_a_bucket_config_of_another_form_is_refused(text):
+    with refuses("--random-mm-bucket-config"):
+        RandomImages.parse(1, text)
 
 
 def test_the_same_seed_is_the_same_load():

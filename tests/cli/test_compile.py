@@ -6,20 +6,24 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from refusals import refuses
 from typer.testing import CliRunner
+from vision_models import vision_reference
 
-from dovetail.cli.compile import app, compiled, plain, recipe_report, show
+from dovetail.cli.compile import app, compiled, plain, recipe_report, serve_report, show
 from dovetail.core import chips
 from dovetail.core.errors import MissingPackageError, UnsupportedError
 from dovetail.core.recipe import load
 from dovetail.core.spec import init
 from dovetail.engine import build
+from dovetail.engine.options import EngineOptions
 from dovetail.io.draft_folder import save_draft
+from dovetail.io.load import outline
 from dovetail.models.draft.registry import parse_draft
 from dovetail.models.registry import read_model
 from dovetail.plan import topology
@@ -139,6 +143,21 @@ def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
     else:
         for words in ("decode: 1 tokens in 1 rows", "prompts: 64 tokens in 4 rows", "KV pages", "over tensor", "pool"):
             assert words in result.output
+
+
+def test_the_encoder_of_images_is_compiled(capsys):
+    cfg, _ = outline(vision_reference("smolvlm")[1])
+    options = EngineOptions.of(dict(max_num_seqs=1, max_num_batched_tokens=64, dtype="f32", tensor_parallel_size=2))
+    made = build.abstract_engine(cfg, replace(options, kv_cache_memory_bytes=2**20), jax.devices())
+    *_, prompts, encoder = made.corners()
+    assert prompts.images and encoder == made.programs.encoder.largest()
+    found = serve_report("smolvlm", made, encoder, *compiled(lambda more: made.compile(encoder, more)))
+    assert found.counted.memory["arguments"] == pytest.approx(made.argument_bytes(encoder), rel=0.01)
+    assert found.counted.flops == pytest.approx(made.flops(encoder), rel=0.3)
+    show({}, [found], as_json=False)
+    shown = capsys.readouterr().out
+    for words in ("smolvlm, encoder: 1 x 64 patches", "weights of the tower", "features of images", "held beside it"):
+        assert words in shown
 
 
 @pytest.mark.parametrize("weights", [False, pytest.param(True, marks=pytest.mark.thorough)])

@@ -11,6 +11,7 @@ from refusals import refuses
 from vision_models import vision_reference
 
 from dovetail.engine.build import abstract_engine
+from dovetail.engine.device.encoder import EncoderShape
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.compiled import count
@@ -33,6 +34,8 @@ def test_the_programs_are_those_that_an_engine_runs(name, tensor, room):
     assert made.pages == llm.runner.num_pages
     assert (made.weight_bytes, made.pool_bytes) == (_local(llm.runner.params), _local(llm.runner.cache))
     for shape in made.corners():
+        if isinstance(shape, EncoderShape):
+            continue
         assert shape in llm.runner.buckets.usual() and shape.images == (name == "smolvlm" and shape.is_prompts)
         ours, theirs = made.programs.of(shape, made.params, made.programs.pages(made.pages)), llm.runner._program(shape)
         assert jax.tree.map(_form, ours.abstract) == jax.tree.map(_form, theirs.abstract)

@@ -174,7 +174,7 @@ def given_to(name: str) -> tuple[ImagePrompt, list[int]]:
     given = sized_example([5, 3, 4], SIZES.get(name, ((32, 32),)), unit)
     spans = []
     for i, pixels in enumerate(given.pixels, 1):
-        (patches,), (positions,) = patches_of([pixels], 4, square)
+        (patches,), (positions,) = patches_of([pixels], math.isqrt(tower.patch_dim // 3), square)
         grid = pixels.shape[0] // unit, pixels.shape[1] // unit
         start = int((given.image_ids == i).argmax())
         spans.append(ImageSpan(start, ImageItem(patches, positions, grid, bytes(patches))))
@@ -188,7 +188,7 @@ def given_to(name: str) -> tuple[ImagePrompt, list[int]]:
 
 @pytest.mark.parametrize(
     "name, tokens",
-    [("smolvlm", 12), ("gemma3", 24), ("gemma4", 12), ("gemma4-31b", 288)],
+    [("smolvlm", 12), ("gemma3", 24), ("gemma4", 12), ("gemma4-31b", 288), ("gemma4-unified", 288)],
 )
 def test_families_generate_what_transformers_does(name, tokens, monkeypatch):
     """With a block mask (Gemma 3), no chunk ends inside an image, and hits that end there are used."""

@@ -178,6 +178,9 @@ def test_the_folder_is_written_back(name, tmp_path):
     source = published(name, tmp_path / "source")
     convert(source, tmp_path / "out")
     want, got = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    want = {key: x for key, x in want.items() if "embed_audio" not in key}
     assert got.keys() == want.keys()
     assert [key for key in want if not np.array_equal(got[key], want[key])] == []
-    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
+    config |= {"audio_config": None} if "audio_config" in config else {}
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config

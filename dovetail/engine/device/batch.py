@@ -39,6 +39,7 @@ class Shape:
     drafts: int = 0  # most draft tokens per row of a verify step, which then has rows * (1 + drafts) tokens
     images: bool = False  # whether features may replace the embeddings of its tokens
     mrope: bool = False  # whether images change the rotary positions of tokens (multimodal RoPE)
+    proposes: bool = False  # whether it is the proposal alone, before a verify step of otherwise the same shape
 
     @property
     def is_decode(self) -> bool:
@@ -56,8 +57,9 @@ class Shape:
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     @property
-    def _kind(self) -> tuple[bool, int, bool, bool, bool, bool]:
-        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0, self.images, self.mrope
+    def _kind(self) -> tuple[bool | int, ...]:
+        images = self.images, self.mrope
+        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0, self.proposes, *images
 
     def can_run(self, other: Shape) -> bool:
         """Return whether a step with prompts of this shape can compute what the other does, in one step.
@@ -266,6 +268,7 @@ class Buckets:
     images: bool = False  # whether the model sees images; steps with images and hidden states have shapes of their own
     mrope: bool = False  # whether images change the rotary positions of tokens
     drafts: tuple[int, ...] = ()  # draft tokens per row of verify steps, in ascending order; empty: no speculation
+    proposes: bool = False  # whether a draft model proposes them
     tokens_a_row: int = 16  # tokens per row of a step with prompts from which its rows cost little
 
     def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
@@ -285,6 +288,10 @@ class Buckets:
         """Return the shape of a verify step with up to `drafts` draft tokens per row."""
         rows, drafts = _up(rows, self._decode_rows()), _up(drafts, [*self.drafts])
         return self._shape(rows * (1 + drafts), rows, drafts=drafts)
+
+    def proposal(self, rows: int, drafts: int) -> Shape:
+        """Return the shape of the proposal before a verify step whose masks depend on the draft tokens."""
+        return replace(self.verify(rows, drafts), proposes=True)
 
     def mixed(self, tokens: int, rows: int, keeps_hidden: bool = False, images: bool = False) -> Shape:
         """Return the shape of a step with prompts."""
@@ -307,7 +314,8 @@ class Buckets:
     def usual(self) -> list[Shape]:
         """Return every shape that a plan can have, those that take longest to compile first."""
         shapes = [self.decode(rows, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
-        shapes += [self.verify(rows, n) for rows in self._decode_rows() for n in self.drafts if rows <= MOST_VERIFIED]
+        for make in (self.verify, *((self.proposal,) if self.proposes else ())):
+            shapes += [make(rows, n) for rows in self._decode_rows() for n in self.drafts if rows <= MOST_VERIFIED]
         for rows in self._mixed_rows():
             own = [self._shape(n, rows) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
             shapes += [*own, own[0].sampler]

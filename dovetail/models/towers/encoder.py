@@ -19,7 +19,7 @@ from dovetail.core.types import Params
 from dovetail.ops.bidirectional import bidirectional_attention, window_attention
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul, matmuls
-from dovetail.ops.norm import layer_norm, rms_norm
+from dovetail.ops.norm import add_layer_norm, layer_norm, rms_norm
 from dovetail.ops.rope import Rope, rotate
 
 BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
@@ -142,7 +142,8 @@ def encoder_block(
         of: The encoder.
         placement: The mesh and its rules; None for one device.
     """
-    q, k, v = matmuls(norm(p["attn_norm"], x, of.eps), p["attn"], of.projections)
+    x, h = add_norm(p["attn_norm"], x, None, of.eps, placement)
+    q, k, v = matmuls(h, p["attn"], of.projections)
     if tables is not None:
         whole = Rope(theta=0.0, dim=q.shape[-1])  # which dims are rotated; the tables say how far
         q, k = rotate(q, whole, tables), rotate(k, whole, tables)
@@ -152,8 +153,9 @@ def encoder_block(
         h = bidirectional_attention(q, k, v, scale=scale, lengths=lengths, platform=platform)
     else:
         h = window_attention(q, k, v, scale=scale, windows=windows, most=most)
-    x = x + matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
-    return x + _mlp(p["mlp"], norm(p["mlp_norm"], x, of.eps), Glu(of.act))
+    delta = matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
+    x, h = add_norm(p["mlp_norm"], x, delta, of.eps, placement)
+    return x + _mlp(p["mlp"], h, Glu(of.act))
 
 
 def _mlp(p: Params, x: jax.Array, act: Glu) -> jax.Array:
@@ -171,6 +173,16 @@ def norm_spec(dim: int, weight: str, bias: str | None = None) -> dict[str, Param
 def norm(p: Params, x: jax.Array, eps: float) -> jax.Array:
     """Normalise x by a layer norm, or without a bias by an RMS norm."""
     return layer_norm(x, p["weight"], p["bias"], eps) if "bias" in p else rms_norm(x, p["weight"], eps)
+
+
+def add_norm(
+    p: Params, x: jax.Array, delta: jax.Array | None, eps: float, placement: Placement | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return x + delta and its norm."""
+    if "bias" in p:
+        return add_layer_norm(x, delta, p["weight"], p["bias"], eps, placement)
+    x = x if delta is None else x + delta
+    return x, norm(p, x, eps)
 
 
 # the stored names of a block's weights in SigLIP, behind the model's own prefix

@@ -18,8 +18,8 @@ from dovetail.core.spec import ParamSpec, Stored, matmul_flops
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import Fields, VisionFamily, read_glu
-from dovetail.models.towers.siglip import CHANNELS, centred
-from dovetail.models.towers.vision import Vision
+from dovetail.models.towers.siglip import centred
+from dovetail.models.towers.vision import SquareTower, Vision
 from dovetail.ops.bidirectional import bidirectional_attention
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul
@@ -38,7 +38,7 @@ NORM: dict[str, Any] = dict(init="ones", active=0.0)
 
 
 @dataclass(frozen=True)
-class Gemma4Tower:
+class Gemma4Tower(SquareTower):
     """Describe Gemma 4's tower and its projector.
 
     Attributes:
@@ -69,33 +69,10 @@ class Gemma4Tower:
     glu: Glu
     eps: float
     theta: float
-    patch_size: int
     positions: int
-    square: int
     clipped: bool
     standardize: bool
-    tokens: int
     dim: int
-
-    @property
-    def patch_dim(self) -> int:
-        """Return the numbers of a patch."""
-        return self.patch_size**2 * CHANNELS
-
-    @property
-    def patches_per_feature(self) -> int:
-        """Return how many patches of an item become one feature."""
-        return self.square**2
-
-    @property
-    def min_patches(self) -> int:
-        """Return the fewest patches of an item."""
-        return self.patches_per_feature
-
-    @property
-    def max_patches(self) -> int:
-        """Return the most patches of an item."""
-        return self.tokens * self.patches_per_feature
 
     def flops(self, patches: int) -> float:
         """Return the FLOPs of the forward pass of one item."""
@@ -216,8 +193,7 @@ def _declare(name: str, shape: tuple, axes: tuple, stored: tuple | None = None, 
 
 def parse_gemma4(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
     """Parse the config of Gemma 4 with images."""
-    f.skip("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")  # no sound is heard
-    f.skip("boi_token_id", "eoi_token_id", "video_token_id")  # of the prompt (io.images)
+    skip_other_media(f)
     vision.only("model_type", "gemma4_vision")
     vision.only("attention_bias", False)
     vision.only("attention_dropout", 0.0)
@@ -240,6 +216,12 @@ def parse_gemma4(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
     )  # fmt: skip
     sees_both_ways = text.text_hf().get("use_bidirectional_attention") == "vision"
     return Vision(tower, f.get("image_token_id", 258_880), block_mask="sliding" if sees_both_ways else "")
+
+
+def skip_other_media(f: Fields) -> None:
+    """Mark the fields of sound and video as read, and those of the prompt."""
+    f.skip("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")  # no sound is heard
+    f.skip("boi_token_id", "eoi_token_id", "video_token_id")  # of the prompt (io.images)
 
 
 FAMILIES = (

@@ -17,9 +17,8 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Params
 from dovetail.models.towers.encoder import BIAS, SIGLIP, Encoder, norm, norm_spec
+from dovetail.models.towers.vision import CHANNELS
 from dovetail.ops.linear import matmul
-
-CHANNELS = 3
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import jax
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
 
+CHANNELS = 3
+
 
 class Tower(Protocol):
     """Describe a vision tower with its projector: a frozen dataclass, so that it can be a static argument."""
@@ -64,6 +66,41 @@ class Tower(Protocol):
     def flops(self, patches: int) -> float:
         """Return the FLOPs of the forward pass of one item."""
         ...
+
+
+@dataclass(frozen=True)
+class SquareTower:
+    """Share the sizes of towers for images of any shape, in which a square of patches becomes a feature.
+
+    Attributes:
+        patch_size: The side of a patch in pixels.
+        square: The patches of a square's side.
+        tokens: The most features of an item.
+    """
+
+    patch_size: int
+    square: int
+    tokens: int
+
+    @property
+    def patch_dim(self) -> int:
+        """Return the numbers of a patch."""
+        return self.patch_size**2 * CHANNELS
+
+    @property
+    def patches_per_feature(self) -> int:
+        """Return how many patches of an item become one feature."""
+        return self.square**2
+
+    @property
+    def min_patches(self) -> int:
+        """Return the fewest patches of an item."""
+        return self.patches_per_feature
+
+    @property
+    def max_patches(self) -> int:
+        """Return the most patches of an item."""
+        return self.tokens * self.patches_per_feature
 
 
 @dataclass(frozen=True)

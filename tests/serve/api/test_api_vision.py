@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -23,6 +25,7 @@ from dovetail.serve.remote.client import EngineClient
 
 pytestmark = pytest.mark.slow
 SIZES = OPTIONS | dict(max_num_batched_tokens=64, max_decode_steps=1)
+CACHE = 500_000  # bytes: about 25 images
 TEXT = {"type": "text", "text": "What?"}
 
 
@@ -37,7 +40,8 @@ def server(folder):
         return await EngineClient.start(folder, EngineOptions.of(SIZES))
 
     tokenizer = read_tokenizer(folder)
-    with running(engine, tokenizer, read_image_processor(folder, tokenizer), tool_call_parser="hermes") as found:
+    options = dict(tool_call_parser="hermes", mm_processor_cache_gb=CACHE / 2**30)
+    with running(engine, tokenizer, read_image_processor(folder, tokenizer), **options) as found:
         yield found
 
 
@@ -112,3 +116,26 @@ def test_a_prompt_with_images_beyond_the_context_is_refused(server, client):
     messages = [{"role": "user", "content": [part(png(seed=seed)) for seed in range(most // 20 + 1)]}]
     with pytest.raises(openai.BadRequestError, match="tokens"):
         client.chat.completions.create(model=MODEL, messages=messages)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_memory_is_flat_over_many_images(server, client, count):
+    """Processed images, features and pages; of 1,000 images also the memory of both processes, over the second half."""
+    loader, pids = server.app.state.service.images, (os.getpid(), server.engine._supervisor.child.process.pid)
+    sizes = []
+    for i in range(0, count, 4):
+        if i in (count // 2, count - 4):
+            sizes.append([resident(pid) for pid in pids])
+        images = [part(png(seed=10_000 * count + i + j)) for j in range(4)]
+        messages = [{"role": "user", "content": [*images, TEXT]}]
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+        assert 0 < loader._cache._bytes <= CACHE and len(loader._cache._images) <= CACHE // 17_000
+    stats = server.run(server.engine.stats())
+    assert stats.encoder_rows <= SIZES["max_num_batched_tokens"] and stats.pages_used == 0
+    grown = [after - before for before, after in zip(*sizes, strict=True)]
+    assert count < 1000 or max(grown) < 4 * 2**20, f"500 images with 9 MB of pixels: {grown}"
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of a process in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
