@@ -144,9 +144,9 @@ def sized_example(texts: list[int], sizes: tuple[tuple[int, int], ...], unit: in
     return Example(np.asarray(tokens, np.int32), pixels, np.asarray(ids, np.int32))
 
 
-def their_logits(name: str, prompt: Example) -> np.ndarray:
-    """The logits [T, vocab] of transformers."""
-    model, _ = vision_reference(name)
+def their_logits(name: str, prompt: Example, model: torch.nn.Module | None = None) -> np.ndarray:
+    """The logits [T, vocab] of transformers; `model`: with adapters."""
+    model = model or vision_reference(name)[0]
     given = {"input_ids": torch.tensor(prompt.tokens[None].astype(np.int64))}
     kinds = torch.tensor(prompt.image_ids[None] > 0).long()
     given |= {"token_type_ids": kinds} if name == "gemma3" else {}

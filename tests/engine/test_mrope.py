@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import peft
 import pytest
 from engine.engines import GREEDY, NEW, OPTIONS, tokens_of, variant
 from engine.test_images import write_tokenizer
@@ -16,12 +19,16 @@ from image_cases import HALF, noise
 from reference_models import reference
 from vision_models import IMAGE_TOKEN, Example, their_logits, vision_reference
 
+from dovetail.core.spec import tree_map
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.outputs import RequestOutput
 from dovetail.engine.spec.speculator import Speculator, speculator_of
 from dovetail.io.images.item import ImagePrompt, ImageSpan
 from dovetail.io.images.patches import make_item
 from dovetail.io.images.resample import resize
+from dovetail.io.load import load
+from dovetail.io.peft import save_adapter
+from dovetail.models.lora import Lora, lora_spec
 
 NAME = "qwen3-vl"
 DRAFTS = 3
@@ -57,19 +64,23 @@ def prompt(name: str) -> ImagePrompt:
     return ImagePrompt(tuple(given.tokens.tolist()), tuple(map(ImageSpan, starts, items)))
 
 
+def followed_by(name: str, tokens: Sequence[int]) -> Example:
+    given = example(name)
+    ids = np.append(given.image_ids, [0] * len(tokens)).astype(np.int32)
+    return Example(np.append(given.tokens, tokens).astype(np.int32), given.pixels, ids)
+
+
 @functools.cache
-def answer(name: str, family: str) -> Example:
-    """The prompt with the tokens that are the most probable for transformers."""
-    longer = example(name)
+def answer(name: str, family: str) -> tuple[int, ...]:
+    """The tokens that are the most probable for transformers."""
+    tokens = ()
     for _ in range(NEW):
-        token = int(their_logits(family, longer)[-1].argmax())
-        tokens, ids = np.append(longer.tokens, token), np.append(longer.image_ids, 0)
-        longer = replace(longer, tokens=tokens, image_ids=ids)
-    return longer
+        tokens = (*tokens, int(their_logits(family, followed_by(name, tokens))[-1].argmax()))
+    return tokens
 
 
 def expected(*names: str, family: str = NAME) -> list[list[int]]:
-    return [answer(name, family).tokens[-NEW:].tolist() for name in names]
+    return [list(answer(name, family)) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +115,23 @@ def test_qwen2_5_vl():
     for _ in range(2):
         found = llm.generate([prompt(name) for name in names], GREEDY)
         assert tokens_of(found) == expected(*names, family="qwen2.5-vl")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
+def test_an_adapter_beside_the_base_model(family, tmp_path):
+    model, folder = vision_reference(family)
+    cfg, lora = load(folder).config, Lora(r=2, target_modules=("q_proj", "down_proj"))
+    rng = np.random.default_rng(0)
+    adapters = tree_map(lambda one: rng.normal(0, 0.3, one.shape).astype(np.float32), lora_spec(cfg, lora))
+    save_adapter(tmp_path, cfg, adapters, lora)
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path)
+    llm, given = LLM(folder, **SMALL, max_loras=1, max_lora_rank=2), prompt("two")
+    llm.load_adapter("own", tmp_path)
+    found = [*llm.generate(given, GREEDY, adapter="own"), *llm.generate(given, GREEDY)]
+    theirs = their_logits(family, followed_by("two", tokens_of(found)[0]), adapted)
+    assert theirs[len(given.tokens) - 1 : -1].argmax(-1).tolist() == tokens_of(found)[0] != tokens_of(found)[1]
+    assert tokens_of(found)[1] == expected("two", family=family)[0]
 
 
 def test_preempted_sequences_have_the_same_positions(llm):
