@@ -9,7 +9,7 @@ from typing import Any
 from examples.assistant.episode import FOODS, new_tools, record
 from examples.assistant.plates import MAX_PORTIONS, SHAPES, Meal, caption
 
-KINDS = {"words": 0.26, "picture": 0.34, "caption": 0.34, "question": 0.06}  # shares of the parts of lessons
+KINDS = {"words": 0.34, "picture": 0.38, "caption": 0.22, "question": 0.06}  # shares of the parts of lessons
 DESCRIBE = "What is where?"  # asks for a caption: the place of each food teaches the vision tower fastest
 LOGGED = ("I logged it.", "It is in the diary.", "Done.")
 FOUND = ("Here are the facts.", "This is what the table has.")

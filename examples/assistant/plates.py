@@ -41,12 +41,12 @@ def draw(meal: Meal, seed: int, side: int = SIDE) -> Image.Image:
     chance, places = _arrange(meal, seed)
     image = Image.new("RGB", (side, side), chance.choice(["#b98d5f", "#8fa3ad", "#d8cfc0", "#6f5a4a"]))
     pen = ImageDraw.Draw(image)
-    middle, plate = side / 2, side * 0.47
+    middle, plate = side / 2, side * 0.66  # a photo from close by: the rim is seen in the corners
     pen.ellipse(_box(middle, middle, plate), fill="#f4f4f0", outline="#c9c9c2", width=max(1, side // 100))
     for (x, y), food in places.items():
-        radius = side * chance.uniform(0.085, 0.105)
+        radius = side * chance.uniform(0.11, 0.13)
         shift = side * 0.02
-        across, down = (middle + each * side * 0.235 + chance.uniform(-shift, shift) for each in (x, y))
+        across, down = (middle + each * side / 3 + chance.uniform(-shift, shift) for each in (x, y))
         SHAPES[food](pen, across, down, radius)
     return image
 

@@ -17,7 +17,7 @@ from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from examples.tiny import TEMPLATE, word_tokenizer
 
-SIDE, PATCH, SQUARE = 64, 8, 2  # pixels of a picture and of a patch; patches of a feature, in each direction
+SIDE, PATCH, SQUARE = 48, 16, 1  # pixels of a picture and of a patch; patches of a feature, in each direction
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
 # It has one task: its template does not write the system message, and what surrounds the arguments of calls and results
 # is one token. Short prompts and calls train faster.

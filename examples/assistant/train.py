@@ -38,7 +38,7 @@ def imitate(run_dir: Path) -> Path:
     lessons = [lesson(seed) for seed in range(LESSONS)]
     model = tiny_vlm(_empty(run_dir / "random"), lessons)
     taught = dt.sft(
-        model=model, data=lessons, steps=IMITATION_STEPS, batch=4, length=512, packing=True, optimizer={"lr": 4e-3},
+        model=model, data=lessons, steps=IMITATION_STEPS, batch=8, length=256, packing=True, optimizer={"lr": 4e-3},
         schedule={"name": "cosine", "warmup": 20}, checkpoint={"export_hf": IMITATION_STEPS},
         run_dir=_empty(run_dir / "sft"), **USUAL,
     )  # fmt: skip
