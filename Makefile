@@ -51,6 +51,6 @@ test-tpu: $(STAMP)
 test-tpu-all: $(STAMP)
 	$(PY) -m pytest -q -rs tests/tpu --durations=25 -n 2 --dist load
 
-# The assistant of examples/assistant on http://127.0.0.1:8090, with a small model.
+# The assistant of examples/assistant on http://127.0.0.1:8090, with two tiny models that are trained on the first start.
 demo: $(STAMP)
 	$(PY) -m examples.assistant

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 import dovetail as dt
@@ -29,7 +29,11 @@ TEMPLATE = """
 Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>
 {% endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}{{- message.content }}
+    {%- else %}{%- for part in message.content or [] %}
+        {{- '<image>' if part.type == 'image' else part.text }}
+    {%- endfor %}{% endif %}
     {%- for call in message.tool_calls or [] %}
         {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
         {{- call.function.arguments | tojson + '}</tool_call>' }}
@@ -46,7 +50,7 @@ def tiny_model(
 ) -> str:
     """Random weights, and a tokenizer whose tokens are the words of these chats; where they are saved."""
     template = ChatTemplate(TEMPLATE)
-    tokenizer = _tokenizer([template.render(chat["messages"], chat.get("tools")) for chat in chats])
+    tokenizer = word_tokenizer([template.render(chat["messages"], chat.get("tools")) for chat in chats])
     cfg = parse_config(
         {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
@@ -61,7 +65,17 @@ def tiny_model(
     return str(folder)
 
 
-def _tokenizer(texts: Sequence[str]) -> Tokenizer:
+def word_tokenizer(
+    texts: Sequence[str], special: Sequence[str] = (), template: str = TEMPLATE, phrases: Sequence[str] = ()
+) -> Tokenizer:
+    """Return a tokenizer whose tokens are the words of these texts.
+
+    Args:
+        texts: The texts.
+        special: Special tokens besides those of the chat template.
+        template: The chat template.
+        phrases: Further tokens, of several words each.
+    """
     backend = Backend(models.BPE())
     cut = pre_tokenizers.Split(WORDS, "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -69,11 +83,12 @@ def _tokenizer(texts: Sequence[str]) -> Tokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024, min_frequency=1, special_tokens=SPECIAL, show_progress=False,
+        vocab_size=1024, min_frequency=1, special_tokens=[*SPECIAL, *special], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend, eos=SPECIAL[0], chat_template=TEMPLATE)
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    return Tokenizer(backend, eos=SPECIAL[0], chat_template=template)
 
 
 def imitate(model: str, lessons: Sequence[Mapping[str, Any]], run_dir: Path, steps: int, length: int = 128) -> str:

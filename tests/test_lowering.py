@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,28 @@ def test_paged_on_a_mesh_of_tpus(name):
     with jax.sharding.use_abstract_mesh(mesh):
         text = lower(lambda p, t, c, cache: forward(p, cfg, t, t, c, cache), "tpu", params, ints(64), ctx, cache)
     assert KERNELS[name] in text and "tpu_custom_call" in text
+
+
+@pytest.mark.parametrize(
+    "kind, platform, kernel",
+    [
+        ("paged", "cuda", "paged_attention_mixed"),
+        ("paged", "tpu", "flat_paged_attention"),  # without images it is upstream's
+        ("packed", "tpu", "splash"),
+    ],
+)
+def test_image_tokens_that_see_each_other(kind, platform, kernel):
+    cfg = model("wide heads")[0]
+    cfg = replace(cfg, layers=tuple(replace(one, attn=replace(one.attn, block_mask=True)) for one in cfg.layers))
+    device = jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        cache = abstract_cache(cfg.layers, S * PAGES, PAGE, jnp.bfloat16, None, platform) if kind == "paged" else None
+        ctx, tokens = Packed(ints(B, T), platform, image_ids=ints(B, T)), ints(B, T)
+        if kind == "paged":
+            ctx, tokens = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform, last_seen=ints(64)), ints(64)
+        params = abstract(spec(cfg), jnp.bfloat16)
+        text = lower(lambda p, t, c, cache: forward(p, cfg, t, t, c, cache), platform, params, tokens, ctx, cache)
+    assert kernel in text
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

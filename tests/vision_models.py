@@ -63,6 +63,14 @@ VISION: dict[str, tuple[str, dict]] = {
         dict(text_config=GEMMA4 | dict(hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
              vision_config=GEMMA4_VISION | dict(standardize=True), image_token_id=IMAGE_TOKEN),
     ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        dict(text_config=TEXT | dict(rope_parameters=dict(
+                rope_type="default", rope_theta=1000.0, mrope_section=[3, 1, 2])),
+             vision_config=dict(depth=4, hidden_size=32, intermediate_size=56, num_heads=4, patch_size=4,
+                                spatial_merge_size=2, out_hidden_size=48, window_size=16, fullatt_block_indexes=[1]),
+             image_token_id=IMAGE_TOKEN, video_token_id=IMAGE_TOKEN + 1),
+    ),
     "gemma4-unified": (
         "Gemma4UnifiedConfig",
         dict(text_config=GEMMA4_12B,
@@ -101,6 +109,8 @@ def vision_reference(name: str):
 
 # height and width of a prompt's items, in turn
 SIZES = dict.fromkeys(("gemma4", "gemma4-31b", "gemma4-unified", "qwen3-vl"), ((16, 24), (32, 8), (24, 24)))
+SIZES["qwen2.5-vl"] = ((24, 40), (32, 8), (56, 24))  # windows are 16 x 16
+CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # mean, standard deviation
 
 
 @dataclass(frozen=True)
@@ -134,9 +144,9 @@ def sized_example(texts: list[int], sizes: tuple[tuple[int, int], ...], unit: in
     return Example(np.asarray(tokens, np.int32), pixels, np.asarray(ids, np.int32))
 
 
-def their_logits(name: str, prompt: Example) -> np.ndarray:
-    """The logits [T, vocab] of transformers."""
-    model, _ = vision_reference(name)
+def their_logits(name: str, prompt: Example, model: torch.nn.Module | None = None) -> np.ndarray:
+    """The logits [T, vocab] of transformers; `model`: with adapters."""
+    model = model or vision_reference(name)[0]
     given = {"input_ids": torch.tensor(prompt.tokens[None].astype(np.int64))}
     kinds = torch.tensor(prompt.image_ids[None] > 0).long()
     given |= {"token_type_ids": kinds} if name == "gemma3" else {}
@@ -156,15 +166,16 @@ def _pixel_values(name: str, prompt: Example) -> dict[str, torch.Tensor]:
         patches, positions = patches_of(prompt.pixels, 8 if name == "gemma4-unified" else GEMMA4_VISION["patch_size"])
         return {"pixel_values": torch.tensor(patches) / 255, "image_position_ids": torch.tensor(positions).long()}
     if name.startswith("qwen"):
-        return _two_frames(prompt.pixels, 4)
+        return _two_frames(prompt.pixels, 4, CLIP if name == "qwen2.5-vl" else ([0.5] * 3, [0.5] * 3))
     pixels = torch.tensor(np.stack(prompt.pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return {"pixel_values": pixels[None] if name in ("smolvlm", "idefics3") else pixels}
 
 
-def _two_frames(pixels: Sequence[np.ndarray], size: int) -> dict[str, torch.Tensor]:
+def _two_frames(pixels: Sequence[np.ndarray], size: int, norm: tuple[list, list]) -> dict[str, torch.Tensor]:
     """Qwen's input: patches as (channel, frame, row, column) in squares of 2 x 2, and the shape of each image."""
     parts = [patches_of([image], size, square=2)[0][0].reshape(-1, size, size, 3) for image in pixels]
-    patches = torch.tensor(np.concatenate(parts)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    mean, std = (torch.tensor(each)[None, :, None, None] for each in norm)
+    patches = (torch.tensor(np.concatenate(parts)).permute(0, 3, 1, 2).float() / 255 - mean) / std
     grids = [[1, image.shape[0] // size, image.shape[1] // size] for image in pixels]
     return {"pixel_values": patches[:, :, None].repeat(1, 1, 2, 1, 1).flatten(1), "image_grid_thw": torch.tensor(grids)}
 

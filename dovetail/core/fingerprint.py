@@ -13,7 +13,7 @@ BLOCKS, BLOCK = 16, 32 << 10  # samples of one large array, and the bytes of eac
 
 
 def fingerprint(*parts: Any, whole: bool = True) -> str:
-    """Return a digest of arrays, bytes and JSON values (others count by their repr), in this order.
+    """Return a digest of arrays, bytes and JSON values (others count by `content_of`), in this order.
 
     Args:
         parts: The values.
@@ -26,6 +26,14 @@ def fingerprint(*parts: Any, whole: bool = True) -> str:
         for block in blocks:
             found.update(block)
     return found.hexdigest()[:32]
+
+
+def content_of(value: Any) -> str:
+    """Return what stands for a value in a digest: that of an image or an array is its content, not its address."""
+    if not hasattr(value, "tobytes"):
+        return repr(value)
+    size = getattr(value, "size", None)
+    return f"{type(value).__name__} {size} {hashlib.sha256(value.tobytes()).hexdigest()}"
 
 
 def of_sources(found: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -47,5 +55,5 @@ def _blocks(part: Any, whole: bool) -> tuple[str, list[Any]]:
             return kind, [np.ascontiguousarray(flat).view(np.uint8)]
         starts = np.linspace(0, flat.size - size, BLOCKS).astype(np.int64)
         return kind, [np.ascontiguousarray(flat[start : start + size]).view(np.uint8) for start in starts]
-    content = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=repr).encode()
+    content = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, default=content_of).encode()
     return f"{type(part).__name__} {len(content)}", [content]

@@ -29,17 +29,19 @@ class Packed:
         placement: The mesh, if there are several devices.
         documents: An upper bound of the documents per row, if known; some kernels are faster with it.
         image_ids: If given, the tokens of an image see each other in layers with a block mask (models.towers.vision).
+        image_tokens: An upper bound of the tokens of an image, if known; the reference is faster with it.
     """
 
     segment_ids: jax.Array  # [B, T] int32; padding, of id 0, at a row's end
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
     documents: int | None = field(default=None, metadata={"static": True})
-    image_ids: jax.Array | None = None  # [B, T] int32: 1, 2, .. the items of a row; 0 for text
+    image_ids: jax.Array | None = None  # [B, T] int32: 1, 2, .. the items of a row, each a run; 0 for text
+    image_tokens: int | None = field(default=None, metadata={"static": True})
 
     def causal(self) -> Packed:
         """Return the context without the block mask."""
-        return self if self.image_ids is None else replace(self, image_ids=None)
+        return self if self.image_ids is None else replace(self, image_ids=None, image_tokens=None)
 
 
 @jax.tree_util.register_dataclass

@@ -25,7 +25,7 @@ from dovetail.core.fingerprint import fingerprint
 from dovetail.data.encoder import OffsetTokenizer
 from dovetail.data.examples import ChatExample, Example, TextExample
 from dovetail.data.messages import check_roles
-from dovetail.data.pictures import TEXT_ONLY, Picture, count_images, read_picture
+from dovetail.data.pictures import NO_IMAGES, Picture, count_images, read_picture
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.images.item import ProcessedImage
@@ -128,14 +128,16 @@ class ExampleEncoder:
 
     def with_pictures(self, found: Example, folder: Path) -> Example:
         """Return the example with its images read and processed; relative paths start from `folder`."""
-        return replace(found, sides=tuple(self._pictured(side, folder) for side in found.sides))
+        return replace(found, sides=tuple(self.pictured(side, folder) for side in found.sides))
 
-    def _pictured(self, side: ChatExample | TextExample, folder: Path) -> ChatExample | TextExample:
+    def pictured(self, side: ChatExample | TextExample, folder: Path) -> ChatExample | TextExample:
+        """Return one side with its images read and processed, those that are not yet."""
         if isinstance(side, TextExample) or not side.images:
             return side
         if self._processor is None:
-            raise UserError(f"the record has images: {TEXT_ONLY}", param="model", code="no_images")
-        return replace(side, images=tuple(read_picture(image, self._processor, folder) for image in side.images))
+            raise UserError(f"the record has images: {NO_IMAGES}", param="model", code="no_images")
+        images = (x if isinstance(x, Picture) else read_picture(x, self._processor, folder) for x in side.images)
+        return replace(side, images=tuple(images))
 
     def encode(self, side: ChatExample | TextExample) -> list[MaskedTokens]:
         """Return the documents of one side: one, or more where turns are separate; none where nothing is trained."""
@@ -147,19 +149,28 @@ class ExampleEncoder:
         assert self._processor is not None
         images = () if isinstance(side, TextExample) else side.images
         is_image = document.tokens == self._processor.image_id
+        count = self._num_images(document.tokens, images)
+        return MaskedTokens(document.tokens, document.mask & ~is_image, images[:count])
+
+    def _num_images(self, tokens: np.ndarray, images: Sequence[Picture]) -> int:
+        """Return how many of the images, in order, the image tokens are of."""
+        assert self._processor is not None
+        there = int((tokens == self._processor.image_id).sum())
         ends = np.cumsum([0, *(image.tokens for image in images)])
-        count = int(np.searchsorted(ends, is_image.sum()))
-        if count == len(ends) or ends[count] != is_image.sum():
+        count = int(np.searchsorted(ends, there))
+        if count == len(ends) or ends[count] != there:
             raise UserError(
                 f"expected the tokens {self._processor.image_token!r} of the record's images alone, and its text has "
                 "others: remove them"
             )
-        return MaskedTokens(document.tokens, document.mask & ~is_image, images[:count])
+        return count
+
+    def _filled_template(self, side: ChatExample) -> Any:
+        template = self.template(side)
+        return FilledTemplate(template, side, self._processor.placeholder) if self._processor else template
 
     def _conversation(self, side: ChatExample) -> list[MaskedTokens]:
-        template: Any = self.template(side)
-        if self._processor is not None:
-            template = FilledTemplate(template, side, self._processor.placeholder)
+        template = self._filled_template(side)
         check_roles(side.messages, template.source)
         text = template.render(side.messages, side.tools, add_generation_prompt=False)
         self._check_written(side, template, text)
@@ -173,13 +184,28 @@ class ExampleEncoder:
         return [document for document in found if document.is_trained]
 
     def prompt(self, side: ChatExample | TextExample) -> np.ndarray:
-        """Return [n] the tokens of the prompt that a model continues."""
+        """Return [n] the tokens of the prompt that a model continues; its images are `Picture`s."""
         if isinstance(side, TextExample):
-            return np.asarray([*self._text.before, *self._text.encode(side.prompt).ids], np.int32)
-        if count_images(side.messages):
-            raise UserError(f"the record has images: {TEXT_ONLY}", param="data.path", code="no_images")
-        messages = side.messages[: side.first] if side.first else side.messages
-        return self._text.encode(self.template(side).render(messages, side.tools)).ids
+            tokens, images = np.asarray([*self._text.before, *self._text.encode(side.prompt).ids], np.int32), ()
+        else:
+            messages = side.messages[: side.first] if side.first else side.messages
+            if self._processor is None and count_images(messages):
+                raise UserError(f"the record has images: {NO_IMAGES}", param="model", code="no_images")
+            text, images = self._filled_template(side).render(messages, side.tools), side.images
+            tokens = self._text.encode(text).ids
+        if self._processor:
+            self._num_images(tokens, images)
+        return tokens
+
+    def text(self, text: str, images: Sequence[Picture] = ()) -> list[int]:
+        """Return the tokens of a text within a conversation, with images in the place of their placeholders."""
+        if self._processor is None:
+            return self.tokenizer.encode(text, add_special=False)
+        processed = [ProcessedImage(image.text, ()) for image in images]
+        text = expand(text, processed, self._processor.placeholder, param="messages").text
+        tokens = self.tokenizer.encode(text, add_special=False)
+        self._num_images(np.asarray(tokens, np.int64), images)
+        return tokens
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
@@ -427,13 +453,13 @@ def _cut(documents: list[list[MaskedTokens]], length: int, image_id: int) -> Fit
         shorter = min(*sizes, length // 2)
         room = [min(size, length - shorter) for size in sizes] if min(sizes) == shorter else [length // 2] * 2
     cut = [
-        [shorter for shorter in (_shortened(document, most, image_id) for document in side) if shorter.is_trained]
+        [shorter for shorter in (shortened(document, most, image_id) for document in side) if shorter.is_trained]
         for side, most in zip(documents, room, strict=True)
     ]
     return Fitted(cut, CUT) if all(cut) else Fitted([], LEFT_OUT)
 
 
-def _shortened(document: MaskedTokens, most: int, image_id: int) -> MaskedTokens:
+def shortened(document: MaskedTokens, most: int, image_id: int) -> MaskedTokens:
     """Return the first tokens of a document with the images that are whole among them."""
     at = np.flatnonzero(document.tokens == image_id) if document.images else np.zeros(0, int)
     ends = np.cumsum([0, *(image.tokens for image in document.images)])

@@ -17,11 +17,11 @@ from dovetail.data.example_encoder import example_encoder
 from dovetail.data.example_store import Examples, ExampleStats, ExampleStore, open_stores
 from dovetail.data.loader import Loader, Mixture, check_length, held_out, held_out_each
 from dovetail.data.pack import BestFit, Piece, key
-from dovetail.data.pictures import PictureRows
+from dovetail.data.pictures import PictureRows, distinct, picture_reader
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.models.towers.vision import Tower
+from dovetail.models.towers.vision import Vision
 
 KINDS = ("sft", "preference", "unpaired")
 COLUMNS = ("document", "label", "margin")  # those that examples bring themselves
@@ -42,7 +42,7 @@ def open_examples(
     progress: Progress | None = None,
     packing: bool = True,
     trained: TrainedTokens = TrainedTokens(),
-    vision: tuple[ImageProcessor, Tower] | None = None,
+    vision: tuple[ImageProcessor, Vision] | None = None,
 ) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
     """Open the examples of fine-tuning; a source whose token cache is missing is tokenised first.
 
@@ -61,7 +61,7 @@ def open_examples(
         packing: Whether several examples share a row. Otherwise each has a row of its own, and rows are as long as the
             longest example needs.
         trained: Which tokens are trained.
-        vision: The model's image processor and vision tower; None: records with images are refused.
+        vision: The model's image processor and how it sees images; None: records with images are refused.
 
     Returns:
         The training rows, the held-out rows (None where `settings.held_out` is 0), and the counts of the records.
@@ -73,7 +73,9 @@ def open_examples(
     encoder = example_encoder(settings, tokenizer, trained, vision and vision[0])
     stores = open_stores(settings, encoder, kind, length, records, progress)
     examples = Examples(stores, per_unit=1 if kind == "sft" else 2)
-    pictures = PictureRows(*vision, examples.max_patches) if vision and examples.max_patches else None
+    pictures = None
+    if vision and examples.max_patches:
+        pictures = PictureRows(picture_reader(vision[0]), vision[1], examples.max_patches)
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
     brought = {name: own_column(name, examples) for name in sorted(wanted)}
     weights = [source.weight for source in settings.all_sources] if records is None else [1.0]
@@ -188,10 +190,19 @@ class ExampleLoader(Loader):
         if self._pictures is None:
             return found
         rows = [[p.document for p in self.rows.pieces(i)] if i is not None else [] for i in self.rows_of(step)]
-        items = max(sum(map(self.examples.num_items, row)) for row in rows)  # over all hosts: their shapes are equal
+        items = max(map(self._num_items, rows))  # over all hosts: their shapes are equal
         own = rows[self._first : self._first + self._share]
-        files = [[file for document in row for file in self.examples.images(document)] for row in own]
-        return self._pictures.add(found, files, items)
+        return self._pictures.add(found, [[self.examples.images(document) for document in row] for row in own], items)
+
+    def _num_items(self, documents: Sequence[int]) -> int:
+        """Return the number of items of a row; the documents of a pair share their images."""
+        if self.examples.per_unit == 1:
+            return sum(count for document in documents for count in self.examples.items(document))
+        found = {}
+        for document in documents:
+            keys = distinct(self.examples.images(document))
+            found |= dict(zip(keys, self.examples.items(document), strict=True))
+        return sum(found.values())
 
     def max_items(self) -> int:
         """Return the most items of images in a row, among the first rows, for the plan of memory."""

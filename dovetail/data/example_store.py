@@ -37,6 +37,7 @@ from dovetail.data.example_encoder import (
     MaskedTokens,
     begins_with_assistant,
     fit,
+    shortened,
 )
 from dovetail.data.examples import Example, example
 from dovetail.data.pictures import PictureWriter, StoredPictures
@@ -109,7 +110,8 @@ class ExampleStore(TokenStore):
 
     def __getitem__(self, document: int) -> MaskedTokens:
         size = int(self.offsets[document + 1]) - int(self.offsets[document])
-        return MaskedTokens(self.read(document, 0, size), self.trained(document))
+        images = self.pictures.pictures(document) if self.pictures else ()
+        return MaskedTokens(self.read(document, 0, size), self.trained(document), images)
 
 
 class Examples:
@@ -151,10 +153,10 @@ class Examples:
         """Return the most patches of an image's item; 0 if there are no images."""
         return max((store.pictures.max_patches for store in self._stores if store.pictures), default=0)
 
-    def num_items(self, document: int) -> int:
-        """Return the number of items of a document's images."""
+    def items(self, document: int) -> list[int]:
+        """Return the number of items of each image of a document."""
         store, own = self._locate(document)
-        return store.pictures.num_items(own) if store.pictures else 0
+        return store.pictures.items(own) if store.pictures else []
 
     def images(self, document: int) -> list[bytes]:
         """Return the files of a document's images."""
@@ -281,7 +283,7 @@ def _write(
         _check_some(name, stats, length)
         out.finish(name, mark, stats)
     if kind == "unpaired":
-        _add_mismatched(folder, vocab_size, length, name, mark)
+        _add_mismatched(folder, vocab_size, length, name, mark, encoder.image_id)
 
 
 def _read(
@@ -364,7 +366,7 @@ def _check_some(name: str, stats: ExampleStats, length: int) -> None:
 # --- mismatched documents, for KTO ------------------------------------------------------------------------------------
 
 
-def _add_mismatched(folder: Path, vocab_size: int, length: int, name: str, mark: str) -> None:
+def _add_mismatched(folder: Path, vocab_size: int, length: int, name: str, mark: str, image_id: int) -> None:
     """Write the store again, with a mismatched document (label 0) after each document."""
     own = folder / "own"
     own.mkdir(exist_ok=True)
@@ -372,7 +374,7 @@ def _add_mismatched(folder: Path, vocab_size: int, length: int, name: str, mark:
         file.replace(own / file.name)
     store = ExampleStore(own, name)
     with _Writer(folder, vocab_size) as out:
-        for i, other in enumerate(mismatched(store, length)):
+        for i, other in enumerate(mismatched(store, length, image_id)):
             out.add_units(int(store.records[i]), 1)
             out.add(store[i], float(store.labels[i]), float(store.margins[i]))
             out.add(other, 0.0, float(store.margins[i]))
@@ -382,35 +384,42 @@ def _add_mismatched(folder: Path, vocab_size: int, length: int, name: str, mark:
     own.rmdir()
 
 
-def mismatched(documents: ExampleStore, length: int) -> Iterator[MaskedTokens]:
+def mismatched(documents: ExampleStore, length: int, image_id: int = -1) -> Iterator[MaskedTokens]:
     """Yield for each document its prompt with the completion of another document, from which KTO estimates the KL.
 
     The completion is that of the nearest document before it (the last ones come before the first) with another prompt.
     Where both documents together are longer than `length`, the mismatched one loses the end of its completion, then the
-    start of its prompt.
+    start of its prompt with all of its images. The completion ends before an image.
     """
     for i in range(len(documents)):
         document = documents[i]
-        other = documents[_other(documents, i)]
-        yield _joined(_prompt(document), other, length - len(document.tokens))
+        other = documents[_other(documents, i, image_id)]
+        yield _joined(_prompt(document, image_id), other, length - len(document.tokens), image_id)
 
 
-def _prompt(document: MaskedTokens) -> np.ndarray:
-    return document.tokens[: int(np.argmax(document.mask))]
+def _prompt(document: MaskedTokens, image_id: int) -> MaskedTokens:
+    """Return a document up to its first trained token, with the images that are before it."""
+    return shortened(document, int(np.argmax(document.mask)), image_id)
 
 
-def _other(documents: ExampleStore, i: int) -> int:
-    count, own = len(documents), _prompt(documents[i])
+def _other(documents: ExampleStore, i: int, image_id: int) -> int:
+    count, own = len(documents), _prompt(documents[i], image_id)
     for back in range(1, count):
-        if not np.array_equal(_prompt(documents[(i - back) % count]), own):
+        other = _prompt(documents[(i - back) % count], image_id)
+        if other.images != own.images or not np.array_equal(other.tokens, own.tokens):
             return (i - back) % count
     return (i - 1) % count  # all prompts are the same
 
 
-def _joined(prompt: np.ndarray, other: MaskedTokens, room: int) -> MaskedTokens:
-    start = int(np.argmax(other.mask))
-    answer, mask = other.tokens[start:], other.mask[start:]
-    answered = min(len(answer), max(room - len(prompt), room // 2))
-    kept = prompt[max(0, len(prompt) - (room - answered)) :]
-    tokens = np.concatenate([kept, answer[:answered]])
-    return MaskedTokens(tokens, np.concatenate([np.zeros(len(kept), bool), mask[:answered]]))
+def _joined(prompt: MaskedTokens, other: MaskedTokens, room: int, image_id: int) -> MaskedTokens:
+    start, before = int(np.argmax(other.mask)), prompt.tokens
+    shown = np.flatnonzero(other.tokens[start:] == image_id)
+    end = start + int(shown[0]) if len(shown) else None
+    answer, mask = other.tokens[start:end], other.mask[start:end]
+    answered = min(len(answer), max(room - len(before), room // 2))
+    cut = max(0, len(before) - (room - answered))
+    if cut and prompt.images:
+        cut = max(cut, int(np.flatnonzero(before == image_id)[-1]) + 1)
+    tokens = np.concatenate([before[cut:], answer[:answered]])
+    images = () if cut else prompt.images
+    return MaskedTokens(tokens, np.concatenate([np.zeros(len(before) - cut, bool), mask[:answered]]), images)

@@ -22,7 +22,7 @@ from typing import Any
 from dovetail.core.choice import one_of
 from dovetail.core.errors import UserError
 from dovetail.data.messages import Messages, check_roles, check_turns, conversation, is_messages, say, tools_of
-from dovetail.data.pictures import TEXT_ONLY, count_images
+from dovetail.data.pictures import count_images
 from dovetail.data.records import Record
 from dovetail.data.settings import Keys
 from dovetail.io.images.prompt import place_images
@@ -101,7 +101,7 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
 def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: str) -> Example | None:
     """Return what a form's reader makes of a record; a UserError names the record."""
     try:
-        found = _with_images(read(fields), fields, kind)
+        found = _with_images(read(fields), fields)
         for side in found.sides if found else ():
             if isinstance(side, ChatExample):
                 check_turns(side.messages)
@@ -113,26 +113,32 @@ def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: s
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
-def _with_images(found: Example | None, fields: _Fields, kind: str) -> Example | None:
+def _with_images(found: Example | None, fields: _Fields) -> Example | None:
     """Return the example with its images in the place of image parts; where it has none, before the user's first text.
 
-    A prompt and a completion that are texts become a conversation.
+    A prompt and a completion that are texts become a conversation. Both sides of a preference have all images.
     """
     given = fields.get("images")
     images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     chats = [side for side in found.sides if isinstance(side, ChatExample)] if found else []
     if found is None or not (images or any(count_images(chat.messages) for chat in chats)):
         return found
-    if kind != "sft":
-        raise UserError(f"the record has images: {TEXT_ONLY}", param="data.path", code="no_images")
-    (side,) = found.sides
+    return replace(found, sides=tuple(_with_placed_images(side, images) for side in found.sides))
+
+
+def _with_placed_images(side: ChatExample | TextExample, images: Sequence[Any]) -> ChatExample:
     if isinstance(side, TextExample):
         if not side.prompt:
             raise UserError("a record of plain text cannot have images; give messages, or prompt and completion")
-        side = ChatExample([say("user", side.prompt), say("assistant", side.completion)], first=1)
+        answer = [say("assistant", side.completion)] if side.completion else []
+        side = ChatExample([say("user", side.prompt), *answer], first=1)
+    return placed_images(side, images)
+
+
+def placed_images(side: ChatExample, images: Sequence[Any] = ()) -> ChatExample:
+    """Return a conversation with bare image parts, and its images: those of its parts, and `images` for the others."""
     messages, sources = place_images(side.messages, images)
-    side = replace(side, messages=[dict(message) for message in messages], images=tuple(sources))
-    return replace(found, sides=(side,))
+    return replace(side, messages=[dict(message) for message in messages], images=tuple(sources))
 
 
 def _hint(record: Record, forms: Sequence[tuple[str, ...]]) -> str:

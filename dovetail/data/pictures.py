@@ -11,9 +11,11 @@ import base64
 import binascii
 import io
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,16 @@ from dovetail.core.errors import UserError
 from dovetail.core.types import Batch
 from dovetail.io.chat import is_image
 from dovetail.io.images.decode import as_image
-from dovetail.io.images.item import ImageItem
+from dovetail.io.images.item import ImageItem, ProcessedImage
 from dovetail.io.images.processor import ImageProcessor
-from dovetail.models.towers.vision import Tower
+from dovetail.models.towers.vision import Vision
+from dovetail.ops.rope import spatial_positions
 
 FILES, TABLE = "images.bin", "images.npz"
-PATCHES, POSITIONS, INDEX = "patches", "patch_positions", "image_index"  # columns of a batch: see `PictureRows`
-TEXT_ONLY = "only `dovetail sft` trains on images, with a model that has a vision tower"
+NUMBERS = ("tokens", "items", "patches")  # of each image, in the table
+# columns of a batch: see `PictureRows`
+PATCHES, POSITIONS, INDEX, ROPE = COLUMNS = "patches", "patch_positions", "image_index", "rope_positions"
+NO_IMAGES = "`dovetail sft`, `dpo`, `distill` and `rl` train on images, with a model that has a vision tower"
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ class PictureWriter:
 
     def __init__(self, folder: Path):
         self._folder, self._files, self._out = folder, ExitStack(), None
-        self._sizes, self._items, self._patches, self._counts = array("q"), array("q"), array("q"), array("q")
+        self._counts, self._sizes = array("q"), array("q")
+        self._numbers = {name: array("q") for name in NUMBERS}
 
     def add(self, pictures: Sequence[Picture]) -> None:
         """Write the images of the next document."""
@@ -117,8 +123,8 @@ class PictureWriter:
                 self._out = self._files.enter_context((self._folder / FILES).open("wb"))
             self._out.write(picture.file)
             self._sizes.append(len(picture.file))
-            self._items.append(picture.items)
-            self._patches.append(picture.patches)
+            for name, values in self._numbers.items():
+                values.append(getattr(picture, name))
 
     def close(self) -> None:
         """Close the file."""
@@ -129,17 +135,17 @@ class PictureWriter:
         self.close()
         if self._out is not None:
             first, offsets = (np.concatenate([[0], np.cumsum(x)]) for x in (self._counts, self._sizes))
-            items, patches = np.asarray(self._items), np.asarray(self._patches)
-            np.savez(self._folder / TABLE, first=first, offsets=offsets, items=items, patches=patches)
+            numbers: Any = {name: np.asarray(values) for name, values in self._numbers.items()}
+            np.savez(self._folder / TABLE, first=first, offsets=offsets, **numbers)
 
 
 class StoredPictures:
     """Read the images of a store."""
 
     def __init__(self, folder: Path):
-        table = np.load(folder / TABLE)
+        table = self._table = dict(np.load(folder / TABLE))
         self._first, self._offsets = table["first"], table["offsets"]  # [documents + 1] images, [images + 1] bytes
-        self._items, self.max_patches = table["items"], int(table["patches"].max())
+        self.max_patches = int(table["patches"].max())
         self._bytes = np.memmap(folder / FILES, np.uint8, "r")
         self.arrays = self._bytes, self._first, self._offsets
 
@@ -148,17 +154,36 @@ class StoredPictures:
         """Return the images of a store's folder; None if it has none."""
         return cls(folder) if (folder / TABLE).exists() else None
 
-    def num_items(self, document: int) -> int:
-        """Return the number of items of a document's images."""
-        return int(self._items[self._first[document] : self._first[document + 1]].sum())
+    def items(self, document: int) -> list[int]:
+        """Return the number of items of each image of a document."""
+        return self._table["items"][self._first[document] : self._first[document + 1]].tolist()
 
     def files(self, document: int) -> list[bytes]:
         """Return the files of a document's images."""
-        places = range(int(self._first[document]), int(self._first[document + 1]))
-        return [self._bytes[self._offsets[i] : self._offsets[i + 1]].tobytes() for i in places]
+        return [self._bytes[self._offsets[i] : self._offsets[i + 1]].tobytes() for i in self._places(document)]
+
+    def pictures(self, document: int) -> tuple[Picture, ...]:
+        """Return the images of a document, without their text."""
+        numbers = [{name: int(self._table[name][i]) for name in NUMBERS} for i in self._places(document)]
+        return tuple(Picture(file, "", **own) for file, own in zip(self.files(document), numbers, strict=True))
+
+    def _places(self, document: int) -> range:
+        return range(int(self._first[document]), int(self._first[document + 1]))
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
+
+
+ReadPicture = Callable[[bytes], ProcessedImage]
+
+
+def picture_reader(processor: ImageProcessor, keep: int = 0) -> ReadPicture:
+    """Return a function that decodes and processes a file; it remembers the last `keep` files."""
+
+    def read(file: bytes) -> ProcessedImage:
+        return processor(as_image(file, param="images"), "images")
+
+    return lru_cache(keep)(read) if keep else read
 
 
 @dataclass(frozen=True)
@@ -167,35 +192,80 @@ class PictureRows:
 
     `patches` [B, M, P * C] uint8 and `patch_positions` [B, M, P * 2] int32 are the items of each row, and `image_index`
     [B, T] int32 is 0, or 1 + the number of the feature among those of the row that replaces the token's embedding.
+    Documents of a row with the same image share its items: the two of a preference, the completions of a prompt. With
+    multimodal RoPE, `rope_positions` [B, T, 3] int32 are the positions in time, height and width.
     """
 
-    processor: ImageProcessor
-    tower: Tower
+    read: ReadPicture
+    vision: Vision
     patches: int  # P
 
-    def add(self, batch: Any, files: Sequence[Sequence[bytes]], items: int) -> Batch:
-        """Return the batch with the images `files` of each row, padded to at least `items` items."""
-        B, M, C = len(files), bucket(items), self.tower.patch_dim
+    def add(self, batch: Any, rows: Sequence[Sequence[Sequence[bytes]]], items: int) -> Batch:
+        """Return the batch with the images of its rows, padded to at least `items` items.
+
+        Args:
+            batch: numpy arrays.
+            rows: The files of each document of each row, in the order of their tokens.
+            items: The most items of a row (`distinct`), over all hosts.
+        """
+        B, M, C = len(rows), bucket(items), self.vision.tower.patch_dim
         pixels = np.zeros((B, M, self.patches, C), np.uint8)
         positions = np.zeros((B, M, self.patches, 2), np.int32)
-        index = np.zeros(batch.tokens.shape, np.int32)
-        for b, own in enumerate(files):
-            found = [item for file in own for item in self._items(file)]
+        index, rope = np.zeros(batch.tokens.shape, np.int32), np.zeros((*batch.tokens.shape, 3), np.int32)
+        for b, documents in enumerate(rows):
+            found, order = self._items(documents)
             for m, item in enumerate(found):
                 positions[b, m] = -1
                 pixels[b, m, : len(item.patches)] = item.patches
                 positions[b, m, : len(item.patches)] = item.positions
-            index[b, batch.tokens[b] == self.processor.image_id] = self._index(found)
-        flat = {PATCHES: pixels.reshape(B, M, -1), POSITIONS: positions.reshape(B, M, -1), INDEX: index}
-        return replace(batch, columns={**batch.columns, **flat})
+            is_image = batch.tokens[b] == self.vision.image_token
+            index[b, is_image] = self._index(found, order)
+            if self.vision.mrope:
+                rope[b] = _rope_positions(batch.segment_ids[b], is_image, [found[m].grid for m in order])
+        columns = {PATCHES: pixels.reshape(B, M, -1), POSITIONS: positions.reshape(B, M, -1), INDEX: index}
+        columns |= {ROPE: rope} if self.vision.mrope else {}
+        return replace(batch, columns={**batch.columns, **columns})
 
-    def _items(self, file: bytes) -> tuple[ImageItem, ...]:
-        return self.processor(as_image(file, param="images"), "images").items
+    def _items(self, documents: Sequence[Sequence[bytes]]) -> tuple[list[ImageItem], list[int]]:
+        """Return the items of a row, and the item of each image of its documents in order."""
+        found: list[ImageItem] = []
+        places: dict[tuple[bytes, int], range] = {}
+        order: list[int] = []
+        for key in (key for files in documents for key in distinct(files)):
+            if key not in places:
+                items = self.read(key[0]).items
+                places[key] = range(len(found), len(found) + len(items))
+                found += items
+            order += places[key]
+        return found, order
 
-    def _index(self, items: Sequence[ImageItem]) -> np.ndarray:
-        each = self.patches // self.tower.patches_per_feature
-        own = [m * each + np.arange(item.grid[0] * item.grid[1]) for m, item in enumerate(items)]
+    def _index(self, items: Sequence[ImageItem], order: Sequence[int]) -> np.ndarray:
+        each = self.patches // self.vision.tower.patches_per_feature
+        own = [m * each + np.arange(items[m].grid[0] * items[m].grid[1]) for m in order]
         return np.concatenate([np.zeros(0, np.int64), *own]) + 1
+
+
+def _rope_positions(segments: np.ndarray, is_image: np.ndarray, grids: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return positions [T, 3] of a row, whose image tokens are those of items with these grids, in order."""
+    found, left = np.zeros((len(segments), 3), np.int32), list(grids)
+    edges = np.flatnonzero(np.diff(segments, prepend=-1, append=-1))
+    for first, end in pairwise(edges.tolist()):
+        at, images = first, []
+        while len(after := np.flatnonzero(is_image[at:end])):
+            rows, columns = left.pop(0)
+            start = int(at + after[0])
+            images.append((start - first, rows, columns))
+            at = start + rows * columns
+        found[first:end] = spatial_positions(end - first, images)
+    return found
+
+
+def distinct(files: Sequence[bytes]) -> list[tuple[bytes, int]]:
+    """Return a key for each image of a document; one that occurs twice is two images, whose tokens are not one block.
+
+    Equal keys of other documents in the row are the same image.
+    """
+    return [(file, list(files[:i]).count(file)) for i, file in enumerate(files)]
 
 
 def bucket(items: int) -> int:

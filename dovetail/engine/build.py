@@ -152,19 +152,20 @@ def programs_for(
     page_size = page_size_for(options, max_len, device.platform)
     max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
     sizes, drafts = _sizes(cfg, options, compute, device), draft_choices(options.speculative_config, draft)
-    images = cfg.vision is not None
-    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), drafts=drafts, images=images, **sizes)
+    images = dict(images=cfg.vision is not None, mrope=bool(cfg.vision and cfg.vision.mrope))
+    sizes |= dict(drafts=drafts, proposes=draft is not None, **images)
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
     platform = device.platform if absent else None
-    encoder = _encoder(cfg, buckets, device)
+    encoder = _encoder(cfg, buckets, max_len, device)
     return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder)
 
 
-def _encoder(cfg: ModelConfig, buckets: Buckets, device: Any) -> EncoderBuckets | None:
+def _encoder(cfg: ModelConfig, buckets: Buckets, max_len: int, device: Any) -> EncoderBuckets | None:
     if cfg.vision is None:
         return None
     # a CPU computes several items no faster than one by one
     items, least = ((1,), 64) if device.platform == "cpu" else ((1, 4, 16), 512)
-    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, items, least)
+    return EncoderBuckets.of(cfg.vision.tower, buckets.max_tokens, max_len, items, least)
 
 
 def _check_images(cfg: ModelConfig, options: EngineOptions) -> None:
@@ -306,7 +307,7 @@ class AbstractEngine:
         buckets = self.programs.buckets
         usual = sorted((s for s in buckets.usual() if s.tokens), key=lambda shape: (shape.rows, shape.tokens))
         decode = [shape for shape in usual if shape.is_decode and shape.steps == 1]
-        verify = [shape for shape in usual if shape.drafts]
+        verify = [shape for shape in usual if shape.drafts and not shape.proposes]
         ends = [*decode[:1], *decode[-1:], *verify[:1], *verify[-1:]]
         encoder = self.programs.encoder
         calls = [encoder.usual()[0], encoder.largest()] if encoder else []
@@ -365,7 +366,7 @@ class AbstractEngine:
         q, sinks = self._queries(shape, attn.heads, attn.head_dim), tables if attn.sinks else None
         where = sinks, programs.placement, tables
         name = choose_paged(programs.platform, q, attn.kv_heads, *where, pages)  # type: ignore[arg-type]
-        reason = why_not_ragged(q, attn.kv_heads, *where) if programs.platform == "tpu" else None
+        reason = why_not_ragged(q, attn.kv_heads, *where, attn.block_mask) if programs.platform == "tpu" else None
         return f"{name} (not upstream's: {reason})" if reason else name
 
     def _queries(self, shape: Shape, heads: int, dim: int) -> Any:

@@ -50,7 +50,7 @@ from dovetail.engine.request.outputs import (
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
 from dovetail.engine.request.text import OutputText
-from dovetail.engine.schedule.plan import StepLimits, StepPlan
+from dovetail.engine.schedule.plan import UNKNOWN, Drafts, StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
@@ -452,18 +452,21 @@ class Engine:
         most = self._drafts_wanted()
         if self._inflight and self.speculator and self.speculator.must_wait(most, self._inflight[-1].plan):
             return self._commit_next(ended_only)
-        drafts = self.speculator.propose(self.scheduler.running, most) if self.speculator and most else None
+        began = None if self._inflight else time.perf_counter()
+        drafts = self._drafts(most)
         limits = None if prompts_first or most else self._limits()
         plan = self.scheduler.schedule(1 if most else self._steps_wanted(), prompts_first, limits, drafts)
         if plan is not None:
             plan.requested = most
             try:
-                self._inflight.append(self._launch(plan, waits=limits is None))
+                launched = self._launch(plan, waits=limits is None)
             except BaseException:  # it did not run: undo the plan
                 self.scheduler.withdraw(plan)
                 self.runner.renew()
                 self.sampler.release()
                 raise
+            launched.began = began
+            self._inflight.append(launched)
             if len(self._inflight) < 2:
                 return []
         return self._commit_next(ended_only) if self._inflight else []
@@ -479,6 +482,17 @@ class Engine:
         demand = self.scheduler.demand()
         most = self.speculator.wanted(demand, self.runner.buckets, self.scheduler.config.max_num_batched_tokens)
         return most if most and self.runner.drafts_ready(demand.decoding, most) else 0
+
+    def _drafts(self, most: int) -> Drafts | None:
+        """Return the draft tokens of the next step; None for a step without any."""
+        if not (self.speculator and most):
+            return None
+        running = self.scheduler.running
+        found = self.speculator.propose(running, most)
+        late = {seq for seq, drafts in found.items() if seq.single_step and UNKNOWN in drafts}
+        if late and not self.runner.proposal_ready(len(running), most):
+            return {seq: drafts for seq, drafts in found.items() if seq not in late}
+        return found
 
     def drain(self) -> list[OutputDelta]:
         """Commit every step in flight without launching another."""
@@ -507,6 +521,7 @@ class Engine:
         requests = {request.id: request for request in map(_REQUEST, plan.rows)}.values()  # few, if each has many rows
         scoring = any(request.params.prompt_logprobs is not None for request in requests)
         scoring = scoring and any(map(wants_prompt_logprobs, plan.rows))
+        self.runner.propose(plan, self.sampler)
         launched = self.runner.launch(plan, self.sampler, scoring, waits)
         if launched.waited:
             self.pace.rest()
@@ -518,6 +533,12 @@ class Engine:
         self._padding += (launched.padded - tokens) * steps
         return launched
 
+    def _seconds_alone(self, launched: LaunchedStep) -> float | None:
+        """Return the seconds of a step beside which nothing was in flight or compiled, from planning it on."""
+        if launched.began is None or self._inflight or launched.waited or self.runner.is_compiling:
+            return None
+        return time.perf_counter() - launched.began
+
     def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[OutputDelta]:
         """Commit the tokens [steps, S] that a step sampled."""
         if self.runner.is_compiling or launched.plan.encode:  # a step beside a compiler or an encoder takes longer
@@ -528,8 +549,7 @@ class Engine:
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
         if self.speculator:
             rows = self.runner.buckets.decode(len(launched.plan.rows)).rows
-            quiet = not (launched.waited or self.runner.is_compiling)
-            self.speculator.learn(launched.plan, rows, gains, seconds, quiet)
+            self.speculator.learn(launched.plan, rows, gains, seconds or self._seconds_alone(launched))
         scores = keep_logprobs(launched, gains)
         now = time.monotonic()
         self._generated += record_gains(gains, now, launched.version)

@@ -197,7 +197,7 @@ def save(
         hf: dict[str, Any] = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
         if "mtp" in params:  # tells readers of the folder that layers follow the last
-            (hf["text_config"] if cfg.vision else hf)["num_nextn_predict_layers"] = len(params["mtp"])
+            (hf.get("text_config") or hf if cfg.vision else hf)["num_nextn_predict_layers"] = len(params["mtp"])
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
         total = stored_bytes(cfg, params)
         for _ in write_shards(folder, write_tensors(cfg, params), total, max_shard_bytes):
@@ -274,7 +274,7 @@ def add_special_tokens(
 
 def _resized(cfg: ModelConfig, vocab: int) -> dict:
     hf = cfg.to_hf()
-    if cfg.vision:
+    if cfg.vision and hf.get("text_config"):
         hf["text_config"]["vocab_size"] = vocab
     if not cfg.vision or "vocab_size" in hf:  # SmolVLM's configs repeat it
         hf["vocab_size"] = vocab

@@ -263,8 +263,8 @@ def _like(specs: Any, tree: dict[str, Any]) -> Any:
 def _their_name(name: str, vision: VisionFamily) -> str:
     """Return transformers' name of a module, or of a tensor of it, in a model that sees images."""
     if name.startswith(("model.layers.", "model.embed_tokens")):
-        inner = vision.text_prefix if vision.text_prefix.startswith("model.") else "model.language_model."
-        return name.replace("model.", inner, 1)
+        nested = vision.text_prefix.startswith("model.") and vision.text_prefix != "model."
+        return name.replace("model.", vision.text_prefix if nested else "model.language_model.", 1)
     return name if name.startswith(("model.", "lm_head")) else f"model.{name}"
 
 

@@ -140,7 +140,7 @@ class Attention:
         """Return the shape of one token in its pages, which depends on the kernel that reads them."""
         if self.kv_from is not None:
             return None
-        return page_row(platform, self.kv_heads, self.head_dim, dtype, self.sinks, placement)
+        return page_row(platform, self.kv_heads, self.head_dim, dtype, self.sinks, placement, self.block_mask)
 
     def pages_partition(self, placement: Placement) -> PartitionSpec:
         """Return how the pages are split over the mesh."""

@@ -112,7 +112,7 @@ class ModelConfig:
     def text_hf(self) -> dict[str, Any]:
         """Return the part of `to_hf` that describes the text model."""
         hf = self.to_hf()
-        return hf["text_config"] if self.vision else hf
+        return hf.get("text_config") or hf if self.vision else hf
 
 
 WORDS, SCORES = "ForCausalLM", "ForSequenceClassification"  # the ends of their architectures' names

@@ -57,6 +57,7 @@ class VisionFamily:
         read_text: Reads the fields of `text_config` that the text model's own family does not know.
         dropped: Fields that describe other towers, whose weights are not read: null in an exported folder.
         unused: A pattern of tensors in published checkpoints that the model does not need.
+        flat: Whether the fields of the text model are beside `vision_config` in configs without `text_config`.
     """
 
     model_types: tuple[str, ...]
@@ -68,6 +69,7 @@ class VisionFamily:
     read_text: Callable[[Fields], None] = _accept
     dropped: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    flat: bool = False
 
 
 def finish(f: Fields, layers: list[Layer], eos: Any = (), dropout: bool = False, **more: Any) -> ModelConfig:

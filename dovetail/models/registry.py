@@ -16,7 +16,7 @@ from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llam
 from dovetail.models.attention import Attention
 from dovetail.models.config import Layer, ModelConfig, is_scored, scored
 from dovetail.models.family import Family, Fields, VisionFamily
-from dovetail.models.towers import gemma3, gemma4_unified, qwen3_vl, smolvlm
+from dovetail.models.towers import gemma3, gemma4_unified, qwen2_5_vl, qwen3_vl, smolvlm
 from dovetail.models.towers import gemma4 as gemma4_vision
 from dovetail.models.towers.vision import Vision
 
@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
 }
 VISION_FAMILIES: dict[str, VisionFamily] = {
     kind: family
-    for module in (smolvlm, gemma3, gemma4_vision, gemma4_unified, qwen3_vl)
+    for module in (smolvlm, gemma3, gemma4_vision, gemma4_unified, qwen2_5_vl, qwen3_vl)
     for family in module.FAMILIES
     for kind in family.model_types
 }
@@ -53,16 +53,17 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
         raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
     if hf.get("model_type") == "siglip":  # its text_config is not a language model's
         return siglip.parse_siglip(Fields(hf, where))
-    if not isinstance(hf.get("text_config"), dict):
+    vision = VISION_FAMILIES.get(str(hf.get("model_type"))) if isinstance(hf.get("vision_config"), dict) else None
+    inner = hf.get("text_config") or (hf if vision and vision.flat else None)
+    if not isinstance(inner, dict):
         return _parse_text(hf, where)
     shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
     outer = {k: hf[k] for k in shared if k in hf}
-    vision = VISION_FAMILIES.get(str(hf.get("model_type"))) if isinstance(hf.get("vision_config"), dict) else None
     if vision is None or is_scored(hf, where):
         scored_as = {"architectures": hf["architectures"]} if is_scored(hf, where) else {}
-        return _parse_text({**outer, **hf["text_config"], **scored_as}, where)
+        return _parse_text({**outer, **inner, **scored_as}, where)
     tied = {k: v for k, v in outer.items() if k == "tie_word_embeddings"}  # of the two, transformers reads the outer
-    text = _parse_text(vision.as_text({**outer, **hf["text_config"], **tied}), where, vision.read_text)
+    text = _parse_text(vision.as_text({**outer, **inner, **tied}), where, vision.read_text)
     return _with_vision(text, vision, {"architectures": [vision.architecture], **hf}, where)
 
 
@@ -82,7 +83,7 @@ def _seeing(layer: Layer, vision: Vision) -> Layer:
     """Return the layer with its mask and its positions for images."""
     if not (isinstance(layer.attn, Attention) and layer.attn.rope):
         return layer
-    rope = replace(layer.attn.rope, sections=vision.mrope)
+    rope = replace(layer.attn.rope, axes=vision.mrope)
     return replace(layer, attn=replace(layer.attn, block_mask=vision.masks(layer.attn.window), rope=rope))
 
 

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
+CUDNN_DIM = 128  # of a head, at most, in packed attention
+MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 X86 = ("x86_64", "amd64")
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
 # faster from about 24 rows on, and `many_rows`, whose vectors hold four numbers, never is.
@@ -52,19 +54,22 @@ def choose_packed(
     """Return the packed implementation for these shapes: 'cudnn', 'splash', 'tokamax' or 'reference'.
 
     'splash' is upstream's for TPUs, and 'tokamax' its successor, used so far for what upstream's cannot do: the two
-    have not been compared on a TPU yet. With `block_mask`, the tokens of an image see each other: no kernel has it.
+    have not been compared on a TPU yet. With `block_mask`, the tokens of an image see each other: 'cudnn' then has a
+    mask in memory, so that rows must not be long, and 'tokamax' does not support it.
     """
-    if block_mask:
-        return "reference"
     platform = platform or jax.default_backend()
     same_dim = q.shape[-1] == v.shape[-1]
     if platform in ("cuda", "gpu") and _has_cudnn():
         half = q.dtype in (jnp.bfloat16, jnp.float16)
-        if half and same_dim and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and softcap is None and sinks is None:
-            return "cudnn"
+        fits = not block_mask or (q.shape[1] <= MASKED_ROW and q.shape[1] % 2 == 0)
+        known = same_dim and q.shape[-1] <= CUDNN_DIM and q.shape[-1] % 8 == 0
+        if half and known and softcap is None and sinks is None:
+            return "cudnn" if fits else "reference"
     if platform != "tpu" or why_not_rows(q):
         return "reference"
-    return "splash" if why_not_splash(q, sinks) is None else "tokamax" if has_tokamax() else "reference"
+    if why_not_splash(q, sinks, block_mask) is None:
+        return "splash"
+    return "tokamax" if has_tokamax() and not block_mask else "reference"
 
 
 def choose_paged(
@@ -80,19 +85,17 @@ def choose_paged(
     """Return the paged implementation for these shapes: 'triton', 'ragged', 'flat', 'numba' or 'reference'.
 
     'ragged' is upstream's for TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
-    With `block_mask`, the tokens of an image see each other, which of the kernels only 'numba' supports.
+    With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
-    if block_mask:
-        return "reference"
     if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
     if platform != "tpu":
         return "reference"
     is_flat = pages is not None and pages.ndim == 3
-    if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables) is None:
+    if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables, block_mask) is None:
         return "ragged"
     return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
 
@@ -118,13 +121,15 @@ def page_row(
     dtype: Any,
     has_sinks: bool = False,
     placement: Placement | None = None,
+    block_mask: bool = False,
 ) -> tuple[int, ...]:
     """Return the shape of a token in pages: (2K, H), or one row of whole tiles per device.
 
-    The flat row is for TPUs, where upstream's kernel cannot read (2K, H).
+    The flat row is for TPUs, where upstream's kernel cannot read (2K, H). It cannot attend with a block mask either,
+    and pages have one shape for all steps: such a layer has flat ones, also for steps without an image.
     """
     is_tpu = (platform or jax.default_backend()) == "tpu"
-    if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement) is None:
+    if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement, block_mask) is None:
         return 2 * kv_heads, head_dim
     here, parts = heads_here(kv_heads, placement)
     return (parts * whole(2 * here * head_dim),)
@@ -209,6 +214,15 @@ def norm_kernel(ctx: Packed | Paged) -> Callable | None:
     from dovetail.ops.kernels.gpu.norm import add_rms_norm
 
     return add_rms_norm
+
+
+def layer_norm_kernel(placement: Placement | None) -> Callable | None:
+    """Return the kernel of a residual add and layer norm with its gradient; None for the reference."""
+    if not is_one_gpu(placement.platform if placement else None, placement):
+        return None
+    from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm
+
+    return add_layer_norm
 
 
 def grouped_kernel(platform: str | None) -> Callable | None:
@@ -344,10 +358,10 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 def _block_mask(platform: str, q: Any) -> str:
-    """Return the packed and the paged attention of image tokens that see each other, and why not others."""
+    """Return the packed and the paged attention of image tokens that see each other."""
     packed = choose_packed(platform, q, q, block_mask=True)
     paged = choose_paged(platform, q, 8, block_mask=True)
-    return f"{packed} (packed), {paged} (paged): other kernels do not support the mask"
+    return f"{packed} (packed), {paged} (paged)"
 
 
 def _products(few: Any, many: Any) -> str:
@@ -368,6 +382,7 @@ TPU_CASES: dict[str, tuple[int, int, int, str]] = {
     "heads of 128, 10 key heads (Phi-4)": (40, 10, 128, ""),
     "heads of 256 (Gemma)": (16, 8, 256, ""),
     "sinks (GPT-OSS)": (64, 8, 64, "sinks"),
+    "images whose tokens see each other (Gemma 3 27B)": (32, 16, 128, "images"),
     "latents (DeepSeek)": (16, 1, 576, "latent"),
     "f16": (32, 8, 128, "f16"),
 }
@@ -390,10 +405,11 @@ def _on_tpu(N: int, K: int, H: int, option: str) -> tuple[str, str, str]:
     dtype, rank = jnp.dtype("float16" if option == "f16" else "bfloat16"), 512 if option == "latent" else None
     sinks = jax.ShapeDtypeStruct((N,), dtype) if option == "sinks" else None
     q, long, tables = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, N, H), (1, 1024, N, H), (256, 512)))
-    row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None)
+    masked = option == "images"
+    row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None, block_mask=masked)
     flat = why_not_flat(q, K, None, tables, jax.ShapeDtypeStruct((1, 128, *row), dtype), rank)
-    ragged = "it does not support latents" if rank else why_not_ragged(q, K, sinks, None, tables)
-    packed = choose_packed("tpu", long, long, None, sinks)
+    ragged = "it does not support latents" if rank else why_not_ragged(q, K, sinks, None, tables, masked)
+    packed = choose_packed("tpu", long, long, None, sinks, masked)
     paged = "ragged" if ragged is None else "flat" if flat is None else "reference"
     whys = {"packed": why_not_splash(long, sinks), "paged": flat if paged == "reference" else ragged}
     return packed, paged, "; ".join(f"{context}: {why}" for context, why in whys.items() if why)

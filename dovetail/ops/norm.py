@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.dispatch import norm_kernel
+from dovetail.ops.dispatch import layer_norm_kernel, norm_kernel
 
 MANY = 1024  # tokens from which the product that made a delta had better add it itself (cuBLAS can; XLA sees to it)
 
@@ -27,6 +28,22 @@ def layer_norm(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, e
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     y = y if weight is None else y * weight.astype(jnp.float32)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def add_layer_norm(
+    x: jax.Array,
+    delta: jax.Array | None,
+    weight: jax.Array,
+    bias: jax.Array,
+    eps: float,
+    placement: Placement | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (x + delta, its layer norm) for x and delta [..., D]."""
+    kernel = layer_norm_kernel(placement)
+    if kernel is not None:
+        return kernel(x, delta, weight, bias, eps)
+    x = x if delta is None else x + delta
+    return x, layer_norm(x, weight, bias, eps)
 
 
 def add_rms_norm(

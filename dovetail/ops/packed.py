@@ -35,6 +35,11 @@ def is_visible(q_pos: jax.Array, k_pos: jax.Array, window: int | None, also: jax
     return visible & (distance < window) if window else visible
 
 
+def same_image(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Return [B, T, S] whether tokens with image ids [B, T] and [B, S] are of one image."""
+    return (queries[:, :, None] == keys[:, None, :]) & (queries > 0)[:, :, None]
+
+
 def packed_attention(
     q: jax.Array,  # [B, T, N, H]
     k: jax.Array,  # [B, S, K, H]; S is T without `key_segments`
@@ -62,7 +67,7 @@ def packed_attention(
     outputs = []
     for start in range(0, T, chunk):
         rows = slice(start, min(start + chunk, T))
-        last = before + rows.stop if images is None else T  # an image may end anywhere
+        last = before + rows.stop if images is None else min(T, rows.stop + (ctx.image_tokens or T) - 1)
         keys = slice(max(0, before + start - window + 1) if window else 0, last)
         positions = before + jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
         segments = ctx.segment_ids[:, rows], key_segments[:, keys]
@@ -88,9 +93,7 @@ def attend_block(
     # a key head's queries are rows of one product, [T * G, H] @ [H, S]: many small products would be far slower
     q_rows = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     scores = jnp.einsum("bkrh,bskh->bkrs", q_rows, k, preferred_element_type=jnp.float32) * scale
-    same = None
-    if images is not None:
-        same = (images[0][:, :, None] == images[1][:, None, :]) & (images[0] > 0)[:, :, None]
+    same = None if images is None else same_image(*images)
     visible = is_visible(positions[0][:, None], positions[1], window, same)
     visible = visible & (segments[0][:, :, None] == segments[1][:, None, :])  # [B, T, S]
     scores = cap_and_mask(scores.reshape(B, K, T, G, -1), visible[:, None, :, None], softcap)
@@ -127,13 +130,13 @@ def on_mesh(
     k, v = keys_of_heads(placement, q, k, v)
     specs = [placement.partition(axes, x.shape) for x in (q, k, v)]
 
-    def local(q, k, v, segment_ids, sinks):
-        return run(q, k, v, Packed(segment_ids, ctx.platform), sinks=sinks, **options)
+    def local(q, k, v, segment_ids, image_ids, sinks):
+        return run(q, k, v, Packed(segment_ids, ctx.platform, image_ids=image_ids), sinks=sinks, **options)
 
     rows, heads = placement.partition(("batch", None), ctx.segment_ids.shape), P(specs[0][2])
-    in_specs = (*specs, rows, heads if sinks is not None else None)
+    in_specs = (*specs, rows, rows if ctx.image_ids is not None else None, heads if sinks is not None else None)
     mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=in_specs, out_specs=specs[0], check_vma=False)
-    return mapped(q, k, v, ctx.segment_ids, sinks)
+    return mapped(q, k, v, ctx.segment_ids, ctx.image_ids, sinks)
 
 
 def keys_of_heads(placement: Placement, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

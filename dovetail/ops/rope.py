@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -36,7 +36,7 @@ class Rope:
     interleaved: bool = False  # pairs are (0, 1), (2, 3)... rather than (0, dim/2), (1, dim/2 + 1)...
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
-    sections: tuple[int, ...] = ()  # of positions in time, height and width: the frequencies of each (`pick`)
+    axes: tuple[int, ...] = ()  # multimodal: what each frequency turns by, 0 time, 1 height or 2 width
     is_long: bool = False  # longrope: the long factors, for sequences that may outgrow original_len
 
     def within(self, length: int) -> Rope:
@@ -77,15 +77,9 @@ class Rope:
         ramp = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 0.001), 0, 1)
         return (inv / self.factor * ramp + inv * (1 - ramp)).astype(np.float32)
 
-    def pick(self) -> np.ndarray:
-        """Return which position each of the dim / 2 frequencies turns by: 0 time, 1 height, 2 width (Qwen3-VL)."""
-        i = np.arange(self.dim // 2)
-        limits = 3 * np.asarray(self.sections)[i % 3]
-        return np.where(i < limits, i % 3, 0)
-
     def tables(self, positions: jax.Array, spatial: bool = False) -> tuple[jax.Array, jax.Array]:
         """Return cos and sin, [..., dim / 2] f32, for positions [...], or [..., 3] if `spatial`."""
-        turned_by = positions[..., self.pick()] if spatial else positions[..., None]
+        turned_by = positions[..., np.asarray(self.axes)] if spatial else positions[..., None]
         angles = turned_by.astype(jnp.float32) * self.inv_freq()
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
         return jax.lax.platform_dependent(cos, sin, cpu=_computed_once, default=lambda *tables: tables)
@@ -100,11 +94,21 @@ def _computed_once(*tables: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(table @ jnp.eye(table.shape[-1], dtype=table.dtype) for table in tables)
 
 
+def interleaved_axes(sections: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return `Rope.axes` of `count` frequencies that take turns, as long as an axis has some left (Qwen3-VL)."""
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count))
+
+
+def blocked_axes(sections: Sequence[int]) -> tuple[int, ...]:
+    """Return `Rope.axes` of so many frequencies for each axis, one axis after another (Qwen2.5-VL)."""
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+
+
 def spatial_positions(length: int, images: Iterable[tuple[int, int, int]]) -> np.ndarray:
     """Return positions [T, 3] in time, height and width of a prompt's tokens.
 
     The tokens of an image have the time of its start, and count rows and columns from there; what follows goes on after
-    the larger of the two numbers. What is generated counts on from the last.
+    the larger of the two numbers.
 
     Args:
         length: T.

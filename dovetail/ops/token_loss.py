@@ -71,6 +71,7 @@ def token_scores(
     entropy: bool = False,
     support: jax.Array | None = None,
     allowed: Allowed | None = None,
+    banned: int = -1,
     **unembed: Any,
 ) -> TokenScores:
     """Return the scores of targets [B, T], differentiable in hidden and head (an array or an ops.linear.Weight).
@@ -84,6 +85,7 @@ def token_scores(
         entropy: Also return the entropy.
         support: [B, T, K] int32: the allowed tokens of each position, -1 for padding.
         allowed: The same as masks, for many tokens. Without either, all are allowed.
+        banned: A token that is never allowed; -1: none.
         unembed: See Unembed.
     """
     how = Unembed(**unembed)
@@ -98,6 +100,8 @@ def token_scores(
 
     def score(logits: jax.Array, targets: jax.Array, *words: jax.Array) -> TokenScores:
         chosen = jnp.sum(jnp.where(is_target(logits, targets), logits, 0.0), axis=-1)
+        if banned >= 0:
+            logits = jnp.where(is_target(logits, jnp.full_like(targets, banned)), ABSENT, logits)
         logits = narrowed(logits, *words)
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
         weights = jnp.exp(logits - top[..., None])

@@ -235,13 +235,18 @@ def feature_bytes(cfg: ModelConfig, step_tokens: int, itemsize: float) -> int:
     """Return the bytes of the buffer that the features of images are kept in; 0 if the model does not see images."""
     if cfg.vision is None:
         return 0
-    rows = feature_rows(cfg.vision.tower, step_tokens)
+    rows = feature_rows(cfg.vision.tower, step_tokens, cfg.max_len)
     return int(rows * feature_width(cfg.dim, cfg.vision.deepstack) * itemsize)
 
 
-def feature_rows(tower: Tower, step_tokens: int) -> int:
+def feature_rows(tower: Tower, step_tokens: int, max_len: int) -> int:
     """Return the rows of that buffer: one for each token of a step, and as many as the largest item needs."""
-    return max(step_tokens, largest_item(tower))
+    return max(step_tokens, most_patches(tower, max_len) // tower.patches_per_feature)
+
+
+def most_patches(tower: Tower, max_len: int) -> int:
+    """Return the most patches of an item whose features fit a sequence of `max_len` tokens."""
+    return max(tower.min_patches, min(tower.max_patches, max_len * tower.patches_per_feature))
 
 
 def largest_item(tower: Tower) -> int:
@@ -264,7 +269,7 @@ def _encoder_bytes(cfg: ModelConfig, tensor: int, itemsize: float) -> int:
     tower = cfg.vision.tower
     widths = [dict(zip(one.axes, one.shape, strict=True)) for _, one in leaves(tower.spec()) if "mlp" in one.axes]
     widest = max((3 * each.get("embed", 0) + 2 * each["mlp"] // tensor for each in widths), default=3 * cfg.dim)
-    return int(max(MOST_PATCHES, tower.max_patches) * itemsize * widest)
+    return int(max(MOST_PATCHES, most_patches(tower, cfg.max_len)) * itemsize * widest)
 
 
 def _widest(layer: Layer, tensor: int) -> int:

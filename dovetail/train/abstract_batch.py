@@ -13,20 +13,24 @@ from dovetail.core.training import Training
 from dovetail.core.types import Batch, Column
 
 
-def abstract_batch(settings: Training, columns: Mapping[str, Column], placement: Placement, entries: int = 1) -> Batch:
+def abstract_batch(
+    settings: Training, columns: Mapping[str, Column], placement: Placement, entries: tuple[int, ...] = ()
+) -> Batch:
     """Return a step's batch as shapes with shardings.
 
     Args:
         settings: The recipe.
         columns: The columns that the objective declares.
         placement: The mesh and its rules.
-        entries: Entries of the table columns.
+        entries: Entries of each table column, in the order of `columns`; by default 1.
     """
     shape = (settings.batch, settings.length)
     at = placement.sharding(("batch", "length"), shape)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at)
     mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
-    further = {name: _abstract_column(one, shape, placement, entries) for name, one in columns.items()}
+    tables = [name for name, one in columns.items() if one.table]
+    sizes = dict(zip(tables, entries or (1,) * len(tables), strict=True))
+    further = {name: _abstract_column(one, shape, placement, sizes.get(name, 1)) for name, one in columns.items()}
     return Batch(ids, ids, ids, ids, mask, further)
 
 

@@ -106,10 +106,10 @@ class Boundary:
         """Export the averaged weights if there are any, else the trained ones."""
         folder = self._folder / "export" / f"step_{at.step}"
         with self._goodput.span("checkpoint"):
-            dtype = compute_of(self._settings.precision.compute).dtype
-            self._ready.objective.export(
-                folder, self._ready.cfg, at.state.ema or at.state.params, self._tokenizer, dtype
-            )
+            dtype, weights = compute_of(self._settings.precision.compute).dtype, at.state.ema or at.state.params
+            self._ready.objective.export(folder, self._ready.cfg, weights, self._tokenizer, dtype)
+            if self._ready.objective.companion:
+                self._ready.objective.companion.export(folder, self._ready, weights, at.state.companion, dtype)
         self._reporter.note(f"exported to {folder}")
         if command and self._first:
             self._command.start(folder)

@@ -51,7 +51,7 @@ def _images(model: str) -> ImageText:
 
 
 def _abstract_images(
-    settings: ImagePretrain, columns: Mapping[str, Column], placement: Placement, entries: int = 1
+    settings: ImagePretrain, columns: Mapping[str, Column], placement: Placement, entries: tuple[int, ...] = ()
 ) -> ImageBatch:
     """Return a step's batch as shapes with shardings."""
     from dovetail.io.load import config_of

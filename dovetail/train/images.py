@@ -5,12 +5,14 @@ B rows, T tokens, M items of a row, P patches of an item, C numbers of a patch, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement
-from dovetail.core.types import Batch, Column, Embeds, Params
-from dovetail.data.pictures import INDEX, PATCHES, POSITIONS
+from dovetail.core.types import Batch, Column, Embeds, Packed, Params
+from dovetail.data.pictures import INDEX, PATCHES, POSITIONS, ROPE
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import VISION
 from dovetail.models.towers.vision import Vision
@@ -24,7 +26,7 @@ def image_columns(vision: Vision | None, patches: int) -> dict[str, Column]:
         PATCHES: Column("uint8", width=patches * vision.tower.patch_dim, table=True),
         POSITIONS: Column("int32", width=patches * 2, table=True),
         INDEX: Column("int32"),
-    }
+    } | ({ROPE: Column("int32", width=3)} if vision.mrope else {})
 
 
 def image_embeds(
@@ -50,10 +52,28 @@ def image_embeds(
     return Embeds(features.reshape(-1, features.shape[-1]), jnp.where(own < 0, -1, own + first))
 
 
+def rope_positions(batch: Batch) -> jax.Array:
+    """Return the positions of rotary embeddings: [B, T], or [B, T, 3] for images of a model with multimodal RoPE."""
+    return batch.columns.get(ROPE, batch.positions)
+
+
 def image_ids(cfg: ModelConfig, batch: Batch) -> jax.Array | None:
     """Return [B, T] the item (1, 2, ..) of each token, 0 for text; None if no layer has a block mask."""
     if cfg.vision is None or not cfg.vision.block_mask or INDEX not in batch.columns:
         return None
-    patches = batch.columns[PATCHES].shape[-1] // cfg.vision.tower.patch_dim
-    each = patches // cfg.vision.tower.patches_per_feature
+    each = image_tokens(cfg.vision, batch)
     return (batch.columns[INDEX] + each - 1) // each
+
+
+def image_tokens(vision: Vision, batch: Batch) -> int:
+    """Return F, the most tokens that an item of the batch has."""
+    patches = batch.columns[PATCHES].shape[-1] // vision.tower.patch_dim
+    return patches // vision.tower.patches_per_feature
+
+
+def with_images(packed: Packed, cfg: ModelConfig, batch: Batch) -> Packed:
+    """Return the context of a batch in which the tokens of an image see each other, where the model's layers say so."""
+    ids = image_ids(cfg, batch)
+    if ids is None or cfg.vision is None:
+        return packed
+    return replace(packed, image_ids=ids, image_tokens=image_tokens(cfg.vision, batch))

@@ -73,7 +73,7 @@ class Loop:
         self.watchdog, self.stop = watchdog, stop
         self.total = self.settings.total_steps
         # compiled steps by (rows, the most documents of a row, entries of a row's tables)
-        self._steps: dict[tuple[int, int | None, int], Step] = {}
+        self._steps: dict[tuple[int, int | None, tuple[int, ...]], Step] = {}
         self._inflight: deque[PendingStep] = deque()
         # seconds, tokens and notes of each step since the last reported line
         self._unreported: list[tuple[float, int, Mapping[str, float]]] = []
@@ -122,7 +122,7 @@ class Loop:
         self._inflight.append(PendingStep(step, at.cursor, batch, metrics))
         at.cursor += 1
 
-    def _step_for(self, index: int, rows: int, entries: int) -> Step:
+    def _step_for(self, index: int, rows: int, entries: tuple[int, ...]) -> Step:
         """Return the compiled step for a batch with `rows` rows in this process.
 
         A batch whose rows hold more documents, or whose tables are larger, needs another compilation.

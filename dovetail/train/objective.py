@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
 from dovetail.train.abstract_batch import abstract_batch
-from dovetail.train.images import image_embeds, image_ids
+from dovetail.train.images import image_embeds, rope_positions, with_images
 from dovetail.train.settings import check_causal
 
 Metrics = dict[str, jax.Array]
@@ -121,8 +121,8 @@ def hidden_states(
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
     """Return (hidden states [B, T, D], statistics of each layer with a router); images are encoded here."""
     embeds = image_embeds(params, cfg, batch, ctx.placement, ctx.remat)
-    packed = replace(ctx.packed(batch), image_ids=image_ids(cfg, batch))
-    return trunk(params, cfg, batch.tokens, batch.positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
+    packed, positions = with_images(ctx.packed(batch), cfg, batch), rope_positions(batch)
+    return trunk(params, cfg, batch.tokens, positions, packed, remat=ctx.remat, scan=ctx.scan, embeds=embeds)
 
 
 def cross_entropy(
@@ -169,6 +169,8 @@ class Companion:
 
     abstract: Callable[[ModelConfig, Placement], Any]  # shapes with shardings
     init: Callable[[Any, Params], Any]  # (train.prepare.Ready, the initial weights) -> arrays
+    # (folder of an export, train.prepare.Ready, the exported weights, the companion's arrays, dtype): adds it there
+    export: Callable[[Path, Any, Params, Any, Any], None]
 
 
 def _unchanged(params: Params, loads: Loads) -> Params:
@@ -189,8 +191,8 @@ class Objective:
     weight: Callable[[Batch], Any] = targets
     # columns of its batches besides the usual ones
     columns: Mapping[str, Column] = field(default_factory=dict)
-    # (recipe, columns, placement, entries of table columns) -> a batch as shapes with shardings
-    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, int], Any] = abstract_batch
+    # (recipe, columns, placement, entries of each table column) -> a batch as shapes with shardings
+    abstract_batch: Callable[[Any, Mapping[str, Column], Placement, tuple[int, ...]], Any] = abstract_batch
     # specs of the trained weights, as models.spec declares them
     specs: Callable[[ModelConfig], Any] = spec
     # on held-out rows: (sums, their divisor), each added up over batches

@@ -70,7 +70,7 @@ class Ready:
         """Return a batch as shapes with shardings."""
         return self._abstract_batch(self.settings)
 
-    def _abstract_batch(self, settings: Training, entries: int = 1) -> Batch:
+    def _abstract_batch(self, settings: Training, entries: tuple[int, ...] = ()) -> Batch:
         return self.objective.abstract_batch(settings, self.objective.columns, self.placement, entries)
 
     @cached_property
@@ -78,13 +78,15 @@ class Ready:
         """Return the specs of the trained weights."""
         return self.objective.specs(self.cfg)
 
-    def lower(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> jax.stages.Lowered:
+    def lower(
+        self, documents: int | None = None, rows: int | None = None, entries: tuple[int, ...] = ()
+    ) -> jax.stages.Lowered:
         """Lower the training step.
 
         Args:
             documents: The most documents of a row; None: any number.
             rows: Rows of the batch in this process; default: all of a step's.
-            entries: Entries of the batch's table columns, if it has any.
+            entries: Entries of each of the batch's table columns; by default 1.
         """
         settings = self._settings_for(rows)
         ctx = step_context(settings, self.placement, self.platform, documents)
@@ -100,7 +102,7 @@ class Ready:
         self,
         documents: int | None = None,
         rows: int | None = None,
-        entries: int = 1,
+        entries: tuple[int, ...] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Step:
         """Compile the training step; `options` are added to the compiler options. For the others see `lower`."""
@@ -119,10 +121,13 @@ class Ready:
         """Return how many rows of a batch that `put` returned are in this process."""
         return num_rows(batch) // self.rows_here()[1]
 
-    def entries_of(self, batch: Batch) -> int:
-        """Return the number of entries of the batch's table columns."""
-        tables = (name for name, one in self.objective.columns.items() if one.table)
-        return next((batch.columns[name].shape[1] for name in tables if name in batch.columns), 1)
+    @property
+    def _tables(self) -> list[str]:
+        return [name for name, one in self.objective.columns.items() if one.table]
+
+    def entries_of(self, batch: Batch) -> tuple[int, ...]:
+        """Return the number of entries of each of the batch's table columns."""
+        return tuple(batch.columns[name].shape[1] if name in batch.columns else 1 for name in self._tables)
 
     def bucket(self, documents: int) -> int | None:
         """Return the bound to compile for when rows hold `documents`: one of a few sizes for cuDNN, else None."""
@@ -136,11 +141,11 @@ class Ready:
         frozen = self._abstract_frozen[0] if self._abstract_frozen else None
 
         @functools.cache
-        def program(entries: int) -> Any:
+        def program(entries: tuple[int, ...]) -> Any:
             state, batch = self.abstract_state, self._abstract_batch(self.settings, entries)
             return jax.jit(fn).lower(state.params, batch, frozen, state.reference).compile()
 
-        program(1)  # what does not fit is refused before the first step
+        program((1,) * len(self._tables))  # what does not fit is refused before the first step
         return lambda params, batch, reference: program(self.entries_of(batch))(params, batch, self.frozen, reference)
 
     @cached_property
@@ -185,11 +190,12 @@ class Ready:
         """Return rows, with any columns, on the devices of `placement` (default: this one's); single process only."""
         placement = placement or self.placement
 
-        def one(x: Any) -> jax.Array:
-            axes = ("batch", "length", None)[: x.ndim]
+        def one(x: Any, second: str | None = "length") -> jax.Array:
+            axes = ("batch", second, None)[: x.ndim]
             return jax.device_put(x, placement.sharding(axes, x.shape))
 
-        return jax.tree.map(one, rows)
+        columns = {name: one(x, None if name in self._tables else "length") for name, x in rows.columns.items()}
+        return replace(jax.tree.map(one, replace(rows, columns={})), columns=columns)
 
 
 def _with_frozen(program: Any, frozen: Any, state: Any, batch: Batch) -> Any:

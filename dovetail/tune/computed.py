@@ -20,6 +20,7 @@ from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleLoader
+from dovetail.data.pictures import COLUMNS
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import tapped
 from dovetail.train.objective import StepContext, step_context
@@ -137,7 +138,8 @@ def _put(batch: Batch, ready: Ready) -> Batch:
     abstract = ready.abstract_batch
     usual = {name: getattr(batch, name) for name in ("tokens", "targets", "positions", "segment_ids", "loss_mask")}
     put = {n: jax.device_put(np.asarray(x, (f := getattr(abstract, n)).dtype), f.sharding) for n, x in usual.items()}
-    return Batch(**put)
+    images = {name: x for name, x in batch.columns.items() if name in COLUMNS}
+    return replace(Batch(**put), columns=ready.place(replace(batch, columns=images)).columns if images else {})
 
 
 def _keep(path: Path, key: str, values: Values) -> None:

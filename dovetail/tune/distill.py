@@ -27,6 +27,7 @@ from dovetail.core.errors import UnsupportedError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Batch, Column, Packed, Params
+from dovetail.data.pictures import INDEX
 from dovetail.io.hub import resolve
 from dovetail.models.attention import Attention
 from dovetail.models.block import norm
@@ -35,6 +36,7 @@ from dovetail.models.spec import spec
 from dovetail.ops.linear import matmul
 from dovetail.ops.packed import packed_attention
 from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence
+from dovetail.train.images import rope_positions
 from dovetail.train.objective import (
     Frozen,
     Measured,
@@ -46,7 +48,7 @@ from dovetail.train.objective import (
     loads_of,
 )
 from dovetail.train.objective import export as export_model
-from dovetail.tune.policy import Model, Policy, frozen_model, head_of, policy_of, unembed_of
+from dovetail.tune.policy import Model, Policy, columns_of_images, frozen_model, head_of, policy_of, unembed_of
 from dovetail.tune.sections import AttentionLoss, Distillation, check_teacher
 
 PROJECTIONS = "projections"  # weights that only the training needs
@@ -222,8 +224,10 @@ def distill_objective(settings: Any) -> Objective:
         policy.trains_head,
     )  # fmt: skip
     initial = policy.initial and functools.partial(policy.initial, base=lambda ready: ready.frozen["base"])
-    frozen = _both(policy.frozen, teacher, teacher_cfg)
-    return dataclasses.replace(found, frozen=frozen, initial=initial, check=policy.check, beside=policy.beside)
+    frozen, columns = _both(policy.frozen, teacher, teacher_cfg), {**found.columns, **columns_of_images(settings)}
+    return dataclasses.replace(
+        found, columns=columns, frozen=frozen, initial=initial, check=policy.check, beside=policy.beside
+    )
 
 
 def _student(policy: Policy, params: Params, ctx: StepContext) -> Params:
@@ -300,11 +304,17 @@ def attention_map(number: int, params: Params, cfg: ModelConfig, batch: Batch, c
             f"{cfg.family} model: set distillation.attention.weight=0, or name other layers",
             param="distillation.attention",
         )
+    if cfg.vision and cfg.vision.block_mask and INDEX in batch.columns:
+        raise UnsupportedError(
+            f"attention cannot be compared for images in a {cfg.family} model, whose image tokens see later ones: set "
+            "distillation.attention.weight=0",
+            param="distillation.attention",
+        )
     # The layer normalises its input, so the scale of the input does not matter: the states of the model that ends
     # before this layer, with a norm without weight, give the same result.
     flat = jnp.full((cfg.dim,), 1.0 - cfg.norm_offset, params["norm"].dtype)
     x = states_after(number - 1, {**params, "norm": flat}, cfg, batch, ctx, None)
-    table = attn.rope.tables(batch.positions) if attn.rope else ()
+    table = attn.rope.tables(rope_positions(batch)) if attn.rope else ()
     packed = ctx.packed(batch)
     h = norm(p["attn_norm"], cfg, x)
     q, (k, _) = attn.project_and_store(p["attn"], h, table, packed, None, cfg.norm_eps, cfg.norm_offset)

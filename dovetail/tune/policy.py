@@ -13,20 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.choice import require
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
-from dovetail.core.types import Params
+from dovetail.core.types import Column, Params
 from dovetail.io.hub import name_for_others, resolve
 from dovetail.io.images.processor import copy_processor
-from dovetail.io.load import config_of
+from dovetail.io.load import config_of, find_processor, open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import abstract_frozen, pack
 from dovetail.models.lora import OUTER, Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
+from dovetail.train.images import image_columns
 from dovetail.train.objective import Frozen, StepContext, export, whole
 from dovetail.train.settings import check_causal
 from dovetail.tune.sections import check_teacher
@@ -70,6 +72,11 @@ def policy_of(settings: Tuning) -> Policy:
     )
 
 
+def columns_of_images(settings: Tuning) -> dict[str, Column]:
+    """Return the columns of batches with images; none if the data has no images."""
+    return image_columns(config_of(settings.model).vision, settings.image_patches) if settings.image_patches else {}
+
+
 def check_model(settings: Tuning, cfg: ModelConfig) -> None:
     """Refuse a model that cannot be trained with these settings, and a teacher that does not fit it."""
     if not settings.scores:
@@ -90,7 +97,26 @@ def beside_adapters(settings: Tuning, cfg: ModelConfig, hbm: int | None = None) 
 def with_teacher_cfg(settings: S) -> S:
     """Return the settings with the config of their teacher, if they have one."""
     teacher = getattr(settings, "teacher", "")
-    return dataclasses.replace(settings, teacher_cfg=config_of(teacher)) if teacher else settings
+    if not teacher:
+        return settings
+    if settings.image_patches:
+        _check_teacher_images(settings.weights, teacher)
+    return dataclasses.replace(settings, teacher_cfg=config_of(teacher))
+
+
+def _check_teacher_images(student: str, teacher: str) -> None:
+    """Refuse a teacher that does not take images as the student does: both are given the same patches and tokens."""
+    own, theirs = (config_of(name).vision for name in (student, teacher))
+    shapes = {(each.tower.patch_dim, each.tower.patches_per_feature) if each else None for each in (own, theirs)}
+    tokenizers = (open_checkpoint(resolve(name))[2] for name in (student, teacher))
+    given = [t and find_processor(name, t) for name, t in zip((student, teacher), tokenizers, strict=True)]
+    require(
+        theirs is not None and len(shapes) == 1 and given[0] == given[1],
+        f"teacher must take images as the student does, and {teacher} "
+        f"{'has another processor' if theirs else 'takes none'}: choose a teacher of the same family with the same "
+        "preprocessor_config.json",
+        param="teacher",
+    )
 
 
 def _begins(settings: Tuning) -> bool:
@@ -121,7 +147,6 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
 
     def load(cfg: ModelConfig, placement: Placement) -> Params:
         from dovetail.io.hf import read_params
-        from dovetail.io.load import open_checkpoint
 
         path = resolve(weights)
         source, _, _ = open_checkpoint(path)

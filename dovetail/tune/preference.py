@@ -24,7 +24,7 @@ from dovetail.ops.moe import RouterStats
 from dovetail.ops.token_loss import TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.tune import preference_losses as losses
-from dovetail.tune.policy import Model, frozen_model, head_of, kept_model, policy_of, unembed_of
+from dovetail.tune.policy import Model, columns_of_images, frozen_model, head_of, kept_model, policy_of, unembed_of
 from dovetail.tune.preference_losses import Judged
 from dovetail.tune.sections import Preference
 from dovetail.tune.segments import Pair, are_there, is_chosen, is_last, num_pairs, pairs, segment_sums
@@ -245,5 +245,5 @@ def dpo_objective(settings: Dpo) -> Objective:
         frozen = frozen_model(settings.weights, settings.held, settings.precision.compute)
     return dataclasses.replace(
         found, specs=policy.specs, frozen=frozen, initial=policy.initial, export=policy.export, check=policy.check,
-        beside=policy.beside,
+        beside=policy.beside, columns={**found.columns, **columns_of_images(settings)},
     )  # fmt: skip

@@ -18,6 +18,7 @@ from dovetail.core import recipe as recipes
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import CheckpointError
 from dovetail.core.files import write_atomic
+from dovetail.core.fingerprint import content_of
 from dovetail.core.reporter import Reporter
 from dovetail.core.types import Params
 from dovetail.data.example_encoder import template_source
@@ -29,7 +30,7 @@ from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.load import config_of, find_processor, open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.decoder import greedy
-from dovetail.models.towers.vision import Tower
+from dovetail.models.towers.vision import Vision
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.prepare import Ready
@@ -112,16 +113,8 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
     if isinstance(data, str | Path):
         return None, {"data": {"path": str(data)}}
     records = list(data)
-    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=_content).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=content_of).encode()).hexdigest()[:12]
     return records, {"data": {"path": f"{len(records)} records of a program, {digest}"}}
-
-
-def _content(value: Any) -> str:
-    """Return what stands for a value in a digest: that of an image or an array is its content, not its address."""
-    if not hasattr(value, "tobytes"):
-        return repr(value)
-    size = getattr(value, "size", None)
-    return f"{type(value).__name__} {size} {hashlib.sha256(value.tobytes()).hexdigest()}"
 
 
 class _Data:
@@ -210,11 +203,11 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
     return found if template is None else found.with_templates(template)
 
 
-def vision_of(settings: Tuning) -> tuple[ImageProcessor, Tower] | None:
-    """Return the model's image processor and vision tower; None where images are not trained on."""
+def vision_of(settings: Tuning) -> tuple[ImageProcessor, Vision] | None:
+    """Return the model's image processor and how it sees images; None where images are not trained on."""
     vision = config_of(settings.model).vision if settings.takes_images else None
     processor = find_processor(settings.weights, tokenizer_of(settings)) if vision else None
-    return (processor, vision.tower) if vision and processor else None
+    return (processor, vision) if vision and processor else None
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ class Sft(Tuning):
 class Dpo(Tuning):
     """Preference training, with DPO's loss or a related one."""
 
+    takes_images: ClassVar[bool] = True
+
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
     preference: Preference = PREFERENCE
@@ -216,6 +218,8 @@ class Reward(Tuning):
 @dataclass(frozen=True, kw_only=True)
 class Distill(Tuning):
     """Training of a student on the token distributions of a teacher."""
+
+    takes_images: ClassVar[bool] = True
 
     teacher: str  # the model to learn from: a folder, a name or a hub id
     distillation: Distillation = DISTILLATION

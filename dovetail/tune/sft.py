@@ -7,22 +7,19 @@ from functools import partial
 import jax
 
 from dovetail.core.types import Batch, Params
-from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.train.images import image_columns
 from dovetail.train.objective import Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states, loads_of
-from dovetail.tune.policy import Policy, policy_of
+from dovetail.tune.policy import Policy, columns_of_images, policy_of
 from dovetail.tune.settings import Sft
 
 
 def sft_objective(settings: Sft) -> Objective:
     """Return the objective of a recipe for supervised fine-tuning."""
     policy = policy_of(settings)
-    columns = image_columns(config_of(settings.model).vision, settings.image_patches) if settings.image_patches else {}
     return Objective(
         partial(_measure, policy=policy), specs=policy.specs, held_out=partial(_held_out, policy=policy),
         frozen=policy.frozen, initial=policy.initial, export=policy.export, check=policy.check,
-        beside=policy.beside, columns=columns,
+        beside=policy.beside, columns=columns_of_images(settings),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ GET /api/state                           the conversation, the models and today
 GET /api/day?day=2026-11-18              the meals of a day and their totals
 GET /api/events                          server-sent events: the diary has changed
 GET /api/pictures/ID                     a picture of the conversation
+GET /api/plate                           a drawn plate, to try a model without a photo
 POST /api/messages                       a message; server-sent events of the answer (turn.py)
 POST /api/conversations                  begin a new conversation
 DELETE /api/meals/ID                     delete a meal
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -37,6 +39,7 @@ from examples.assistant.history import History
 from examples.assistant.live import Listeners
 from examples.assistant.model import Model, ModelChoice
 from examples.assistant.picture import PictureError, clean, from_base64
+from examples.assistant.plates import photo, random_meal
 from examples.assistant.tools import FoodTools
 from examples.assistant.turn import Turn
 
@@ -44,6 +47,7 @@ PAGE = Path(__file__).parent / "page"
 FILES = {"app.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
 EVENTS = "text/event-stream"
 WAIT_SECONDS = 1.0
+PLATE_SIDE = 512  # pixels of a drawn plate
 
 
 class Ask(BaseModel):
@@ -195,6 +199,12 @@ def _conversation_routes(app: FastAPI, assistant: Assistant) -> None:
         if jpeg is None:
             raise HTTPException(404, f"There is no picture {id}.")
         return Response(jpeg, media_type="image/jpeg")
+
+    @app.get("/api/plate")
+    async def plate() -> Response:
+        seed = random.randrange(10**6, 10**9)  # not of a picture that train.py draws
+        jpeg = await asyncio.to_thread(photo, random_meal(seed), seed, PLATE_SIDE)
+        return Response(jpeg, media_type="image/jpeg", headers={"cache-control": "no-store"})
 
 
 def _diary_routes(app: FastAPI, assistant: Assistant) -> None:

@@ -22,7 +22,7 @@ class ModelChoice:
     """Describe a model of the page's switch.
 
     Attributes:
-        label: Its name in the switch: large or small.
+        label: Its name in the switch, such as small.
         url: The server's base URL, such as http://127.0.0.1:8000.
         name: The model's name in requests; empty: the first that the server lists.
         key: The server's API key.

@@ -1,4 +1,4 @@
-"""A started server: `dovetail serve` as a child process."""
+"""Started servers: `dovetail serve` in child processes."""
 
 from __future__ import annotations
 
@@ -6,39 +6,50 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
 
 START_SECONDS = 600
 STOP_SECONDS = 10
+OPTIONS = ("--max-num-seqs", "4", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(2**30))
 
 
 @contextmanager
-def started(model: str) -> Iterator[str]:
-    """Run `dovetail serve MODEL` on a free port of loopback, and yield its URL once it is ready."""
+def started(models: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Run `dovetail serve MODEL` for each model on a free port of loopback, and yield their URLs once all are ready."""
+    processes: dict[str, subprocess.Popen] = {}
+    urls: dict[str, str] = {}
+    try:
+        for model in dict.fromkeys(models):
+            port = _free_port()
+            print(f"starting {model} ...", flush=True)
+            command = [sys.executable, "-m", "dovetail", "serve", model, "--port", str(port), *OPTIONS]
+            processes[model], urls[model] = subprocess.Popen(command), f"http://127.0.0.1:{port}"
+        for model, process in processes.items():
+            _wait(process, urls[model], model)
+        yield urls
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "dovetail", "serve", model, "--port", str(port), "--max-num-seqs", "4"]
-    print(f"starting {model} ...", flush=True)
-    process = subprocess.Popen(command)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(process, url, model)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        return free.getsockname()[1]
 
 
 def _wait(process: subprocess.Popen, url: str, model: str) -> None:
     """Wait until the server is ready; exit where it has ended."""
-    for _ in range(2 * START_SECONDS):
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
         if process.poll() is not None:
             sys.exit(f"`dovetail serve {model}` ended with status {process.returncode}; its last lines say why.")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def assistant(folder: Path, replies: Sequence[Reply], foods: Path = BUNDLED) -> 
         socket = server.config.bind_socket()
         thread = threading.Thread(target=server.run, args=([socket],))
         thread.start()
+        while not server.started and thread.is_alive():  # a connection before that is refused
+            time.sleep(0.01)
         url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         client = stack.enter_context(httpx.Client(base_url=url, timeout=30.0, trust_env=False))
         try:

@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import sqlite3
+import subprocess
 import time
 from contextlib import closing
 
@@ -15,6 +16,8 @@ from assistant.running import assistant, calls
 from fake_openai import Reply, says
 from PIL import Image
 
+import examples.assistant.__main__ as start
+from examples.assistant.__main__ import parse
 from examples.assistant.picture import MAX_BYTES, PictureError, clean
 
 TOOLS = ["log_meal", "search_food", "day_summary", "delete_entry"]
@@ -230,3 +233,32 @@ def test_meals_are_deleted_and_other_days_are_shown(tmp_path):
         assert run.client.delete(f"/api/meals/{entry['id']}").json()["food"] == "egg" and rows(run) == []
         assert run.client.delete(f"/api/meals/{entry['id']}").status_code == 404
         assert run.client.get("/../app.py").status_code == run.client.get("/__main__.py").status_code == 404
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_models_of_the_switch_have_labels(capsys):
+    args = parse(["--model", "large=http://127.0.0.1:8000", "--model", "small=runs/a=b", "--require-tools", "small"])
+    assert dict(args.model) == {"large": "http://127.0.0.1:8000", "small": "runs/a=b"}
+    assert parse([]).model == [] and parse(["--images", "after RL"]).images == ["after RL"]
+    for wrong, said in ((["--model", "runs/a"], "write LABEL=URL or LABEL=MODEL"), (["--images", "x"], "no model has")):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+        assert said in capsys.readouterr().err
+
+
+def test_the_demo_trains_its_models_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "RUNS", tmp_path)
+    ran = []
+
+    def training(command: list[str]) -> subprocess.CompletedProcess:
+        ran.append(command[1:3])
+        for folder in start.TINY:
+            (tmp_path / folder).mkdir()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(start.subprocess, "run", training)
+    for _ in range(2):
+        assert start.tiny_models() == {"after RL": str(tmp_path / "after"), "before RL": str(tmp_path / "before")}
+    assert ran == [["-m", "examples.assistant.train"]]

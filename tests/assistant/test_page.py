@@ -84,6 +84,10 @@ def test_a_phone_shows_the_conversation_or_the_day(page, photo, tmp_path):
         page.show(390, 844, dark=True)
         page.open(run.url)
         page.until(shows("What did you eat?"))
+        page.click("#plate")  # a drawn plate in place of a photo
+        page.until(PREVIEWED)
+        assert page.evaluate("document.querySelector('#preview img').naturalWidth") == 512
+        page.click("#preview button")
         page.write("#text", "an apple")
         page.click("#send")
         page.until(shows("An apple. An apple.") + " && " + shows("Today: 94 kcal"))
@@ -95,6 +99,10 @@ def test_a_phone_shows_the_conversation_or_the_day(page, photo, tmp_path):
         page.click("#toggle")
         page.click("#models label:nth-child(2)")  # the small model, which reads no images
         page.until("document.querySelector('#file').disabled && " + shows("blind does not read images."))
+        page.write("#text", "Who are you?")
+        page.click("#send")
+        page.until("[...document.querySelectorAll('.by')].map((each) => each.innerText).join() === 'large,small'")
+        assert run.small.bodies[-1]["messages"][-1]["content"] == "Who are you?"
         page.open(run.url)  # the choice is kept
         page.until("document.querySelector('#file').disabled")
         page.click("#models label:nth-child(1)")

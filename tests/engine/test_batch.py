@@ -58,6 +58,20 @@ def test_more_pages_than_there_is_room_for_go_by_another_way():
     assert too_many == [(0, long.pages)] and brought(arrays) == [(1, 0, 9)]
 
 
+def test_rotary_positions_are_sent_for_rows_or_with_images_for_tokens():
+    text, image = sequence(0, 3, [5]), sequence(1, 6, [6, 7])
+    offsets = np.asarray([[0, 0, 0], [0, 0, 0], [-1, -1, 0], [-2, -1, -2], *[[-2, -2, -2]] * 3], np.int32)
+    image.request = Request("r", image.request.prompt, image.request.params, offsets=offsets)
+    rows = [PlanRow(text, 0, 3, True), PlanRow(image, 1, 5, True)]
+    found, _ = packed(Packer(SLOTS), StepPlan(rows), Shape(16, 2, 8, images=True, mrope=True))
+    assert np.array_equal(found.offsets, np.concatenate([np.zeros((3, 3)), offsets[1:6], np.zeros((8, 3))]))
+    for start in (4, 6, 9):  # text after the image, and what is generated
+        rows = [PlanRow(text, 3, 1, True), PlanRow(image, start, 1, True)]
+        found, _ = packed(Packer(SLOTS), StepPlan(rows), Shape(4, 4, 8, mrope=True))
+        assert found.offsets.tolist() == [0, -2, 0, 0] and found.index is None
+    assert packed(Packer(SLOTS), StepPlan(rows), Shape(4, 4, 8))[0].offsets is None
+
+
 def test_sampling_parameters_of_a_row_arrive_bit_for_bit():
     seq = sequence(3, 3, [5], temperature=0.7, top_p=0.9, min_p=0.01, top_k=11, seed=2**63 + 5, logprobs=2)
     seq.request = Request("r", (1, 2, 3), seq.request.params, seed=2**63 + 5)

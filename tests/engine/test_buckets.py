@@ -26,7 +26,7 @@ SIZES = {
         256, 8192, 512, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=1024, halves=False,
         few_hidden=False,
     ),
-    "a GPU with images": Buckets(512, 16384, 512, images=True),
+    "a GPU with images": Buckets(512, 16384, 512, images=True, mrope=True),
     "a CPU with images": Buckets(
         64, 2048, 128, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=1024, halves=False,
         few_hidden=False, images=True,

@@ -60,8 +60,13 @@ def llm(request, tmp_path_factory):
     config = {"model": draft_folder(request.param, place), "num_speculative_tokens": DRAFTS}
     made = LLM(model_folder(place), **OPTIONS | dict(max_num_seqs=4), speculative_config=config)
     made.kind = request.param
-    made.runner.steps.all([made.runner.buckets.verify(rows, DRAFTS) for rows in (1, 2, 4)])
+    compile_drafting(made)
     return made
+
+
+def compile_drafting(llm: LLM) -> None:
+    buckets = llm.runner.buckets  # a program that is not compiled is not waited for
+    llm.runner.steps.all([make(rows, DRAFTS) for rows in (1, 2, 4) for make in (buckets.verify, buckets.proposal)])
 
 
 def drafting(llm: LLM, **how) -> LLM:
@@ -94,18 +99,25 @@ def test_preempted_sequences_and_prefix_hits(llm):
         assert stats.speculation.accepted_tokens == stats.speculation.draft_tokens
 
 
-@pytest.mark.parametrize("name", ["regular expression", "tool", "bad words"])
-def test_grammars_beside_rows_with_draft_tokens(llm, name):
-    """A grammar's masks depend on each token, so such a row has no draft tokens."""
+RARE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("bad words", "grammar, penalties, logprobs")]
+
+
+@pytest.mark.parametrize("name", ["JSON schema", "tool", *RARE])
+def test_draft_tokens_of_a_grammar(llm, name):
+    """Its masks depend on each token, so the host gets the draft tokens before the verify step; others run ahead."""
     free = replace(SAMPLED, max_tokens=20)
-    masked = replace(free, **TEXTS[name] if name in TEXTS else dict(structured_outputs=call_grammar()))
-    params, prompts = [free, masked, replace(GREEDY, max_tokens=20)], ["say one", "say two", "say three"]
+    masked = replace(free, max_tokens=30, **TEXTS[name] if name in TEXTS else dict(structured_outputs=call_grammar()))
+    params, prompts = [free, masked, replace(GREEDY, max_tokens=20), masked], ["say one", "say two", "three", "<7>"]
     engine = drafting(llm)
     same(variant(llm).generate(prompts, params), engine.generate(prompts, params))
     assert engine.engine.stats().speculation.drafts > 0
     alone = drafting(llm)
-    same(variant(llm).generate(prompts[1], masked), alone.generate(prompts[1], masked))
-    assert alone.engine.stats().speculation.drafts == 0
+    found = alone.generate(prompts[1], masked)
+    same(variant(llm).generate(prompts[1], masked), found)
+    counts = alone.engine.stats().speculation
+    assert counts.drafts > 0 and found[0].outputs[0].spec_decode_metrics.num_draft_tokens == counts.draft_tokens
+    if llm.kind == "itself":
+        assert counts.accepted_tokens > 0
 
 
 def call_grammar() -> dict:
@@ -139,13 +151,16 @@ def test_over_two_devices_and_with_adapters(kind, tmp_path):
     config = {"model": draft_folder(kind, tmp_path), "num_speculative_tokens": DRAFTS}
     options = OPTIONS | dict(max_num_seqs=4, tensor_parallel_size=2, lora_modules={"a": str(tmp_path / "adapter")})
     llm = LLM(folder, **options, speculative_config=config)
-    llm.runner.steps.all([llm.runner.buckets.verify(rows, DRAFTS) for rows in (1, 2, 4)])
+    compile_drafting(llm)
     params, names = replace(SAMPLED, logprobs=2), ["a", None, "a", None, "a"]
     expected = variant(llm).generate(PROMPTS, params, adapter=names)
     assert expected[0].outputs[0].token_ids != variant(llm).generate(PROMPTS[0], params)[0].outputs[0].token_ids
     engine = drafting(llm)
     same(expected, engine.generate(PROMPTS, params, adapter=names))
     assert engine.engine.stats().speculation.drafts > 0
+    masked, alone = replace(params, **TEXTS["regular expression"]), drafting(llm)
+    same(variant(llm).generate("say two", masked, adapter="a"), alone.generate("say two", masked, adapter="a"))
+    assert alone.engine.stats().speculation.drafts > 0
 
 
 def test_several_steps_a_dispatch_before_draft_tokens(llm):

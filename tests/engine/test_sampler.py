@@ -115,6 +115,7 @@ def test_a_bad_word_of_one_token_is_masked_with_and_without_its_space(sampler, s
     seq = make(bad_words=("a",))
     assert not sampler.start(seq).needs_host
     assert run(sampler, step, slope(*ids("a"), *ids(" a"), 7), seq) == [7]
+    assert not sampler.start(make(bad_words=("z",))).needs_host, "z is one token, also after the token of a space"
 
 
 def test_the_last_token_of_a_long_bad_word_is_masked_after_its_prefix(sampler, step):

@@ -14,6 +14,7 @@ from refusals import refuses
 from tune.small_models import model_folder
 
 from dovetail.core.errors import UnsupportedError, UserError
+from dovetail.engine.device.runner import Runner
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
@@ -213,6 +214,16 @@ def test_grammars_and_texts(text_llm, name, temperature):
     same(expected, found)
     assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in expected]
     assert engine.engine.stats().speculation.accepted_tokens > 0
+
+
+def test_decode_steps_of_a_grammar_alone_are_measured(text_llm, monkeypatch):
+    """None is queued behind another, so each is measured from its planning on; else speculation would never begin."""
+    monkeypatch.setattr(Runner, "is_compiling", False)  # beside a compiler none is
+    engine, length = variant(text_llm), DraftLength((DRAFTS,))
+    engine.engine.speculator = Speculator(NgramDrafter(2, 3), length)
+    monkeypatch.setattr(length, "choose", lambda rows: 0)
+    engine.generate("say 5", SamplingParams(max_tokens=12, structured_outputs={"regex": "[a-d]{12}"}))
+    assert length._rows[1].measured >= LEAST_MEASURED and length._rows[1].seconds[0] > 0
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------

@@ -94,11 +94,28 @@ QWEN3_VL = {  # 2B
         "temporal_patch_size": 2,
     },
 }  # fmt: skip
+QWEN2_5_VL = {  # 3B: the text model's fields are beside the tower's
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654,
+    "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 128000, "max_window_layers": 70,
+    "model_type": "qwen2_5_vl", "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_cache": True, "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "in_chans": 3, "out_hidden_size": 2048, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}  # fmt: skip
 # config, parameters in millions, those of the tower, image tokens of an item, TFLOP of an item
 PUBLISHED = {
     "smolvlm-256m": (SMOLVLM, 256, 93.5, 64, 0.21),
     "gemma3-4b": (GEMMA3, 4300, 420, 256, 5.5),
     "gemma4-e2b": (GEMMA4 | {"audio_config": None}, 4800, 170, 280, 1.1),
+    "qwen2.5-vl-3b": (QWEN2_5_VL, 3755, 669, 16384, 174),
     "qwen3-vl-2b": (QWEN3_VL, 2130, 406, 16384, 479),
 }
 
@@ -140,6 +157,9 @@ REFUSED = {
     "tokens that are no square": (GEMMA3, ["mm_tokens_per_image"], 250),
     "norms of q and k": (SMOLVLM, ["text_config", "qk_layer_norms"], True),
     "blocked positions": (QWEN3_VL, ["text_config", "rope_scaling", "mrope_interleaved"], False),
+    "too few frequencies": (QWEN2_5_VL, ["rope_scaling", "mrope_section"], [16, 24, 20]),
+    "windows that divide features": (QWEN2_5_VL, ["vision_config", "window_size"], 100),
+    "a field of the text": (QWEN2_5_VL, ["attention_multiplier"], 2.0),
     "features of another width": (QWEN3_VL, ["vision_config", "out_hidden_size"], 64),
     "heads that do not fit": (GEMMA3, ["vision_config", "num_attention_heads"], 7),
 }
@@ -154,6 +174,14 @@ def test_what_would_change_the_numbers_is_refused(case):
     inner[path[-1]] = value
     with refuses(path[-1], naming=path[-1]):
         parse_config(changed)
+
+
+def test_a_flat_config_is_read_as_a_nested_one():
+    outer = ("architectures", "model_type", "vision_config", "image_token_id", "tie_word_embeddings")
+    text = {key: value for key, value in QWEN2_5_VL.items() if key not in outer} | {"model_type": "qwen2_5_vl_text"}
+    nested = {key: QWEN2_5_VL[key] for key in outer} | {"text_config": text, "vocab_size": 151936}
+    one, other = (parse_config(copy.deepcopy(hf)) for hf in (QWEN2_5_VL, nested))
+    assert (one.layers, one.vision, one.eos_ids, one.tied) == (other.layers, other.vision, other.eos_ids, other.tied)
 
 
 def test_a_tower_for_sound_is_left_out():

@@ -12,10 +12,11 @@ from described import a_device
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
+from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm
 from dovetail.ops.kernels.gpu.norm import add_rms_norm
 from dovetail.ops.kernels.gpu.store import rotate_store
 from dovetail.ops.kernels.gpu.store import write_heads as write_kernel
-from dovetail.ops.norm import rms_norm
+from dovetail.ops.norm import layer_norm, rms_norm
 from dovetail.ops.paged import write_heads
 from dovetail.ops.rope import Rope, rotate
 
@@ -40,6 +41,21 @@ def test_norm(dim, delta):
     np.testing.assert_array_equal(total, expected)
     got, want = (np.asarray(y, np.float32) for y in (normed, rms_norm(expected, weight, 1e-5, 1.0)))
     np.testing.assert_allclose(got, want, rtol=1e-2)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "sum"])
+def test_layer_norm_and_its_gradient(alone):
+    x, delta, *grads = (normal(seed, 3, 15, 24) for seed in range(4))  # no multiple of a tile's tokens or lanes
+    given = (x, None if alone else delta, normal(4, 24), normal(5, 24))
+
+    def reference(x, delta, weight, bias):
+        total = x if delta is None else x + delta
+        return total, layer_norm(total, weight, bias, 1e-6)
+
+    want, expected = jax.vjp(reference, *given)
+    got, computed = jax.vjp(lambda *given: add_layer_norm(*given, 1e-6, True), *given)
+    pairs = (got, computed(tuple(grads))), (want, expected(tuple(grads)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *pairs)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])

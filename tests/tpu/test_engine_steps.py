@@ -7,6 +7,8 @@ every family on every chip, which takes hours.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tpu.families import FAMILIES
 
@@ -16,6 +18,8 @@ from dovetail.models.registry import FAMILIES as REGISTERED
 from dovetail.models.registry import parse_config
 from dovetail.plan.compiled import count
 from dovetail.plan.topology import parse, tpu_devices
+from dovetail.tune.draft.new import draft_config
+from dovetail.tune.draft_sections import DrafterSettings
 
 EIGHT = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "7x": "7x:2x2x1"}
 LARGE = ("deepseek-v3",)  # four of its layers are 36 GiB, and a v5e has 16
@@ -52,3 +56,17 @@ def test_compiled(libtpu, name, chip, tensor):
         assert not any(kernel.startswith("reference") for kernel in engine.kernels(shape)), shape
         assert counted.kernels, shape
         assert {one.axes for one in counted.traffic} <= {("tensor",)}
+
+
+@pytest.mark.tpu
+def test_compiled_with_a_draft_model(libtpu, tmp_path):
+    """A verify step of DSpark, and the proposal alone that comes before one with a grammar."""
+    cfg = parse_config(dict(FAMILIES["qwen3-0.6b"]))
+    config = draft_config(DrafterSettings(kind="dspark"), cfg, "qwen3-0.6b")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(speculative_config={"model": str(tmp_path)}, kv_cache_memory_bytes=2**30)
+    engine = abstract_engine(cfg, options, tpu_devices(parse(EIGHT["v5e"])))
+    buckets = engine.programs.buckets
+    for shape in (buckets.verify(1, 5), buckets.proposal(1, 5)):
+        counted = count(engine.compile(shape), {"tensor": 1}, engine.programs.devices, engine.layer_shapes)
+        assert not counted.pool_copies and counted.kernels, shape

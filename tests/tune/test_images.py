@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
 from later import later
-from PIL import Image
 from tune.small_models import metrics
+from tune.small_vision import COLOURS, IMAGE, picture, vision_folder
 from vision_models import vision_reference
 
 import dovetail as dt
@@ -45,14 +43,6 @@ peft = later("peft")
 
 pytestmark = pytest.mark.slow
 
-IMAGE = 150
-COLOURS = {"red": (220, 30, 30), "blue": (20, 40, 230), "green": (30, 200, 40)}
-SPECIAL = ["<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"]
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}<2>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 RUN: dict[str, Any] = dict(
     batch=8, length=96, show=False, optimizer={"lr": 3e-3}, precision={"compute": "f32"}, schedule={"name": "constant"}
 )
@@ -60,31 +50,7 @@ RUN: dict[str, Any] = dict(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """SmolVLM with a tokenizer of letters and a processor of tiles of 32 x 32."""
-    folder = tmp_path_factory.mktemp("smolvlm") / "model"
-    shutil.copytree(vision_reference("smolvlm")[1], folder)
-    vocab = {chr(32 + i): i + 3 for i in range(95)} | {"\n": 98} | {f"<{i}>": i for i in (0, 1, 2)}
-    vocab |= {token: 140 + i for i, token in enumerate(SPECIAL)} | {"<image>": IMAGE}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<0>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    made.decoder = tokenizers.decoders.Fuse()
-    made.add_special_tokens([*SPECIAL, "<image>", "<2>"])
-    made.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": TEMPLATE, "eos_token": "<2>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    settings = dict(
-        image_processor_type="SmolVLMImageProcessor", size={"longest_edge": 64}, max_image_size={"longest_edge": 32},
-        do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=[0.5] * 3,
-        image_std=[0.5] * 3, resample=1, do_image_splitting=True,
-    )  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def picture(colour: str, seed: int = 0) -> Image.Image:
-    """Two tiles and the small copy: 12 image tokens."""
-    noise = np.random.default_rng(seed).integers(-20, 20, (16, 32, 3))
-    return Image.fromarray(np.clip(noise + COLOURS[colour], 0, 255).astype(np.uint8))
+    return vision_folder(tmp_path_factory.mktemp("smolvlm") / "model")
 
 
 def named(colour: str, image: Any = None) -> dict[str, Any]:
@@ -114,7 +80,7 @@ def vision_of(folder: Path) -> tuple[Any, Any]:
 
 def rows_of(folder: Path, records: list, **how: Any):
     model, processor = vision_of(folder)
-    given: Any = dict(length=256, batch=2, kind="sft", vision=(processor, model.config.vision.tower)) | how
+    given: Any = dict(length=256, batch=2, kind="sft", vision=(processor, model.config.vision)) | how
     return open_examples(TuningData(), tokenizer=model.tokenizer, records=records, **given)[0]
 
 
@@ -198,7 +164,7 @@ def test_forms_of_images(folder, tmp_path):
     lines = [{**named("red"), "images": ["red.png"]}, {**named("red"), "images": [url]}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model, processor = vision_of(folder)
-    given: Any = dict(tokenizer=model.tokenizer, kind="sft", vision=(processor, model.config.vision.tower))
+    given: Any = dict(tokenizer=model.tokenizer, kind="sft", vision=(processor, model.config.vision))
     settings = TuningData(path=str(tmp_path / "data.jsonl"), cache=str(tmp_path / "cache"))
     for _ in range(2):  # tokenised, then from the cache
         found, _, _ = open_examples(settings, 256, 2, **given)
@@ -249,16 +215,12 @@ def test_refusals(folder, tmp_path):
         with pytest.raises(UserError, match="record 1: ") as error:
             rows_of(folder, [named("blue"), record])
         assert words in str(error.value), error.value
-    with pytest.raises(UserError, match="only `dovetail sft`"):  # a model without a tower
+    with pytest.raises(UserError, match="train on images"):  # a model without a tower
         rows_of(folder, [named("red")], vision=None)
     pair = {"prompt": asked("colour?")[:1], "chosen": "red", "rejected": "blue", "images": [photo]}
-    (prompt,) = from_list([{"prompt": "colour?", "images": [photo]}])
-    with pytest.raises(UserError, match="only `dovetail sft`"):  # as `dovetail rl` reads it
-        example(prompt, "prompts")
-    teacher: Any = {"teacher": str(folder)}
-    for call, records, more in ((dt.dpo, [pair], {}), (dt.reward, [pair], {}), (dt.distill, [named("red")], teacher)):
-        with pytest.raises(UserError, match="only `dovetail sft`"):
-            call(model=str(folder), data=records, steps=1, run_dir=tmp_path / "no", **RUN, **more)
+    for call, record in ((dt.reward, pair), (dt.draft, {"prompt": "colour?", "images": [photo]})):
+        with pytest.raises(UserError, match="train on images"):
+            call(model=str(folder), data=[record], steps=1, run_dir=tmp_path / "no", show=False)
 
 
 def losses(ended: Any) -> list[float]:

@@ -38,6 +38,8 @@ class Shape:
     keeps_hidden: bool = False  # whether the final hidden states of every token are an output too
     drafts: int = 0  # most draft tokens per row of a verify step, which then has rows * (1 + drafts) tokens
     images: bool = False  # whether features may replace the embeddings of its tokens
+    mrope: bool = False  # whether images change the rotary positions of tokens (multimodal RoPE)
+    proposes: bool = False  # whether it is the proposal alone, before a verify step of otherwise the same shape
 
     @property
     def is_decode(self) -> bool:
@@ -55,8 +57,9 @@ class Shape:
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     @property
-    def _kind(self) -> tuple[bool, int, bool, bool, bool]:
-        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0, self.images
+    def _kind(self) -> tuple[bool | int, ...]:
+        images = self.images, self.mrope
+        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0, self.proposes, *images
 
     def can_run(self, other: Shape) -> bool:
         """Return whether a step with prompts of this shape can compute what the other does, in one step.
@@ -83,7 +86,9 @@ class Shape:
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of the vector's parts, in the order of StepArrays."""
         T, S, U = self.tokens, self.rows, self.new_pages
-        return T, S, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U, *((T, T) if self.images else ())
+        images = (T, T) if self.images else ()
+        offsets = (3 * T if self.images else S,) if self.mrope else ()
+        return T, S, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U, *images, *offsets
 
     @property
     def size(self) -> int:
@@ -108,6 +113,9 @@ class StepArrays:
     # with images
     index: jax.Array | None = None  # [T] the row of the features that replaces a token's embedding; -1: none
     last_seen: jax.Array | None = None  # [T] the last position of an image token's item; 0 elsewhere
+    # with multimodal RoPE: rotary positions minus positions in the sequence. [T, 3] in time, height and width in a step
+    # with images; else [S], because the tokens of a row without image tokens are all moved by the images before them
+    offsets: jax.Array | None = None
 
 
 def sample_inputs(numbers: jax.Array, arrays: dict[str, jax.Array]) -> SampleInputs:
@@ -120,7 +128,10 @@ def unpack(flat: jax.Array, shape: Shape) -> StepArrays:
     """Split a step's vector into its parts, on the device."""
     parts: Any = jnp.split(flat, list(np.cumsum(shape.sizes)[:-1]))
     parts[7:9] = parts[7].reshape(len(NUMBERS), shape.rows), parts[8].reshape(3, shape.new_pages)
-    return StepArrays(*parts)
+    offsets = parts.pop() if shape.mrope else None
+    if offsets is not None and shape.images:
+        offsets = offsets.reshape(shape.tokens, 3)
+    return StepArrays(*parts, offsets=offsets)
 
 
 class Packer:
@@ -142,7 +153,7 @@ class Packer:
         n = len(plan.rows)
         flat = np.zeros(shape.size, np.int32)
         parts = np.split(flat, np.cumsum(shape.sizes)[:-1])
-        tokens, kv_lens, slots, adapters, samples, cu, num_seqs, numbers, new_pages, *images = parts
+        tokens, kv_lens, slots, adapters, samples, cu, num_seqs, numbers, new_pages, *more = parts
         known, ends, end = [], [], 0
         for row in plan.rows:
             known += _tokens(row)
@@ -156,8 +167,10 @@ class Packer:
             part[:] = np.asarray(getattr(inputs, name)).view(np.int32)
         too_many = self._add_pages(plan, new_pages.reshape(3, -1))
         adapters[:n] = self._adapter[slots[:n]]
-        if images:
-            _add_images(plan, *images)
+        if shape.images:
+            _add_images(plan, *more[:2])
+        if shape.mrope:
+            _add_offsets(plan, more[-1], shape.images)
         return flat, too_many
 
     def _add_pages(self, plan: StepPlan, new_pages: np.ndarray) -> list[tuple[int, list]]:
@@ -195,6 +208,18 @@ def _add_images(plan: StepPlan, index: np.ndarray, last_seen: np.ndarray) -> Non
                 index[here] = plan.images[span.item.key][first - span.start : last - span.start]
                 last_seen[here] = span.end - 1
         offset += row.count
+
+
+def _add_offsets(plan: StepPlan, offsets: np.ndarray, per_token: bool) -> None:
+    """Fill the part of a vector that only steps of a model with multimodal RoPE have (see StepArrays)."""
+    if not per_token:
+        offsets[: len(plan.rows)] = [row.seq.offset_at(row.start) for row in plan.rows]
+        return
+    table, at = offsets.reshape(-1, 3), 0
+    for row in plan.rows:
+        if (given := row.seq.request.offsets) is not None:
+            table[at : at + row.count] = given[np.minimum(row.start + np.arange(row.count), len(given) - 1)]
+        at += row.count
 
 
 def _slot(row: PlanRow) -> int:
@@ -241,7 +266,9 @@ class Buckets:
     halves: bool = True  # whether there are sizes between the doublings for the shortest and the longest steps
     few_hidden: bool = True  # two shapes for all steps that keep hidden states, or as many as for others (on a CPU)
     images: bool = False  # whether the model sees images; steps with images and hidden states have shapes of their own
+    mrope: bool = False  # whether images change the rotary positions of tokens
     drafts: tuple[int, ...] = ()  # draft tokens per row of verify steps, in ascending order; empty: no speculation
+    proposes: bool = False  # whether a draft model proposes them
     tokens_a_row: int = 16  # tokens per row of a step with prompts from which its rows cost little
 
     def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
@@ -255,40 +282,47 @@ class Buckets:
     def decode(self, rows: int, steps: int = 1) -> Shape:
         """Return the shape of a decode step."""
         rows = _up(rows, self._decode_rows())
-        return Shape(rows, rows, self.max_pages, steps)
+        return self._shape(rows, rows, steps=steps)
 
     def verify(self, rows: int, drafts: int) -> Shape:
         """Return the shape of a verify step with up to `drafts` draft tokens per row."""
         rows, drafts = _up(rows, self._decode_rows()), _up(drafts, [*self.drafts])
-        return Shape(rows * (1 + drafts), rows, self.max_pages, drafts=drafts)
+        return self._shape(rows * (1 + drafts), rows, drafts=drafts)
+
+    def proposal(self, rows: int, drafts: int) -> Shape:
+        """Return the shape of the proposal before a verify step whose masks depend on the draft tokens."""
+        return replace(self.verify(rows, drafts), proposes=True)
 
     def mixed(self, tokens: int, rows: int, keeps_hidden: bool = False, images: bool = False) -> Shape:
         """Return the shape of a step with prompts."""
         if keeps_hidden and self.few_hidden:
             tokens = _up(max(tokens, self.max_rows + 1), self._hidden_tokens())
-            return Shape(tokens, self.max_rows, self.max_pages, keeps_hidden=True, images=self.images)
+            return self._shape(tokens, self.max_rows, keeps_hidden=True, images=self.images)
         rows = _up(rows, self._mixed_rows())
         if _up(tokens, self._tokens(rows)) > self._most_tokens(rows):
             rows = self.max_rows
         images = images or (keeps_hidden and self.images)
-        return Shape(_up(tokens, self._tokens(rows)), rows, self.max_pages, keeps_hidden=keeps_hidden, images=images)
+        return self._shape(_up(tokens, self._tokens(rows)), rows, keeps_hidden=keeps_hidden, images=images)
+
+    def _shape(self, tokens: int, rows: int, **more: Any) -> Shape:
+        return Shape(tokens, rows, self.max_pages, mrope=self.mrope, **more)
 
     def largest(self) -> Shape:
         """Return the shape of the largest step."""
-        return Shape(self._tokens(self.max_rows)[-1], self.max_rows, self.max_pages)
+        return self._shape(self._tokens(self.max_rows)[-1], self.max_rows)
 
     def usual(self) -> list[Shape]:
         """Return every shape that a plan can have, those that take longest to compile first."""
-        pages = self.max_pages
-        shapes = [Shape(rows, rows, pages, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
-        shapes += [self.verify(rows, n) for rows in self._decode_rows() for n in self.drafts if rows <= MOST_VERIFIED]
+        shapes = [self.decode(rows, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
+        for make in (self.verify, *((self.proposal,) if self.proposes else ())):
+            shapes += [make(rows, n) for rows in self._decode_rows() for n in self.drafts if rows <= MOST_VERIFIED]
         for rows in self._mixed_rows():
-            own = [Shape(n, rows, pages) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
+            own = [self._shape(n, rows) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
             shapes += [*own, own[0].sampler]
             shapes += [replace(shape, images=True) for shape in own if self.images]
             shapes += [replace(shape, keeps_hidden=True, images=self.images) for shape in own if not self.few_hidden]
         if self.few_hidden:
-            whole = Shape(0, self.max_rows, pages, keeps_hidden=True, images=self.images)
+            whole = self._shape(0, self.max_rows, keeps_hidden=True, images=self.images)
             shapes += [replace(whole, tokens=tokens) for tokens in self._hidden_tokens()]
         return sorted(shapes, key=lambda shape: -shape.tokens)
 

@@ -21,7 +21,7 @@ from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Params
 from dovetail.io.images.item import ImageItem
 from dovetail.models.towers.vision import Tower
-from dovetail.plan.serve_memory import MOST_PATCHES, feature_rows
+from dovetail.plan.serve_memory import MOST_PATCHES, feature_rows, most_patches
 
 Encoded = tuple[ImageItem, np.ndarray]  # an item, and the rows of its features
 
@@ -51,21 +51,22 @@ class EncoderBuckets:
     items: tuple[int, ...] = (1, 4, 16)
 
     @classmethod
-    def of(cls, tower: Tower, max_tokens: int, items: tuple[int, ...], least: int) -> EncoderBuckets:
+    def of(cls, tower: Tower, max_tokens: int, max_len: int, items: tuple[int, ...], least: int) -> EncoderBuckets:
         """Return the shapes for a tower.
 
         Args:
             tower: The tower.
             max_tokens: The most tokens of a step; the buffer has a row for each, and as many as the largest item needs.
+            max_len: The most tokens of a sequence; larger items are refused.
             items: See above.
             least: Patches of an item below which fewer save no time.
         """
-        sizes, size, whole = [], tower.max_patches, tower.patches_per_feature
+        most, whole = most_patches(tower, max_len), tower.patches_per_feature
+        sizes, size = [], most
         while size > max(whole, tower.min_patches, least):
             sizes.append(size)
             size = -(-size // (2 * whole)) * whole  # half, in whole features
-        sizes = sorted({*sizes, tower.max_patches})
-        return cls(feature_rows(tower, max_tokens), tuple(sizes), items)
+        return cls(feature_rows(tower, max_tokens, max_len), tuple(sorted({*sizes, most})), items)
 
     def usual(self) -> list[EncoderShape]:
         """Return every shape that a call can have."""

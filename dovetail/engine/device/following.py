@@ -89,14 +89,14 @@ def propose(
     cfg: ModelConfig,
     tokens: jax.Array,
     ctx: Paged,
-    cache: Cache,
+    pages: Cache,
     followed: Followed,
     slots: jax.Array,
     inputs: SampleInputs,
     history: jax.Array,
     count: int,
 ) -> tuple[jax.Array, Cache]:
-    """Return draft tokens [count, S] and the pages.
+    """Return draft tokens [count, S] and the draft model's pages.
 
     They are sampled as the target samples them, with the noise of the same seeds and positions: at a temperature, equal
     distributions then give equal tokens, and similar ones mostly do.
@@ -107,26 +107,25 @@ def propose(
         cfg: The target.
         tokens: [S], the newest token of each row.
         ctx: The context of the verify step, whose rows have the newest token and room for draft tokens.
-        cache: The pages.
+        pages: The draft model's pages.
         followed: The state after earlier calls.
         slots: [S].
         inputs: The sampling parameters of the rows, for the position after the newest token.
         history: The counts of the penalties.
         count: K.
     """
-    own, S = len(cfg.layers), tokens.shape[0]
+    S = tokens.shape[0]
     drafted = jnp.maximum(jnp.diff(ctx.cu_q_lens) - 1, 0)
     first = jnp.minimum(jnp.arange(S + 1), ctx.num_seqs[0])
-    rows = replace(ctx, block_tables=_safe(ctx, cache[own]), kv_lens=ctx.kv_lens - drafted, cu_q_lens=first)
+    rows = replace(ctx, block_tables=_safe(ctx, pages[0]), kv_lens=ctx.kv_lens - drafted, cu_q_lens=first)
     bare = replace(inputs, top_logprobs=jnp.full_like(inputs.top_logprobs, -1))
 
     def pick(j: int, logits: jax.Array) -> jax.Array:
         return sample(logits, advance(bare, j), history, MAX_LOGPROBS, ctx.platform, ctx.placement)[0]
 
     carried = followed.features[slots] if followed.features is not None else None
-    call = DraftCall(params["draft"], Target(params, cfg), tokens, rows, cache[own:])
-    found, pages = draft.draft(call, carried, count, pick)
-    return found, (*cache[:own], *pages)
+    call = DraftCall(params["draft"], Target(params, cfg), tokens, rows, pages)
+    return draft.draft(call, carried, count, pick)
 
 
 def _safe(ctx: Paged, pages: jax.Array) -> jax.Array:

@@ -29,7 +29,15 @@ from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
 from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape, run_encoder
 from dovetail.engine.device.following import abstract_followed
 from dovetail.engine.device.sampler import MAX_BIAS
-from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
+from dovetail.engine.device.step import (
+    DeviceState,
+    Unsampled,
+    run_decode,
+    run_prompts,
+    run_proposal,
+    run_sampler,
+    run_verify,
+)
 from dovetail.engine.schedule.plan import StepDemand, StepLimits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
@@ -94,6 +102,8 @@ class StepProgram(NamedTuple):
             return f"the encoder of {shape.items} x {shape.patches} patches"
         if not shape.tokens:
             return f"the sampler of {shape.rows} rows"
+        if shape.proposes:
+            return f"the proposal of {shape.drafts} drafts in {shape.rows} rows"
         times = f" x {shape.steps}" if shape.steps > 1 else f" with {shape.drafts} drafts" if shape.drafts else ""
         images = " with images" if shape.images else ""
         return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}{images}"
@@ -192,6 +202,9 @@ class Programs:
             inputs = last, history, self._unsampled(shape), self._asked(shape)
             return StepProgram(shape, run_sampler, inputs, where, options)
         static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute, draft=self.draft)
+        if shape.proposes:
+            inputs = params, cache[len(self.cfg.layers) :], tables, last, history, self.followed, flat
+            return StepProgram(shape, run_proposal, (*inputs, self._asked(shape)), static, options)
         if shape.is_decode or shape.drafts:
             run = run_verify if shape.drafts else run_decode
             state = DeviceState(cache, last, tables, history, self.followed)
@@ -251,7 +264,7 @@ class Programs:
 
     def _asked(self, shape: Shape) -> dict[str, Any]:
         rows, words = shape.rows, -(-self.cfg.vocab // 32)
-        masks = (1 + shape.drafts, rows, words) if shape.drafts else (rows, words)
+        masks = (1 + shape.drafts, rows, words) if shape.drafts and not shape.proposes else (rows, words)
         return dict(
             bias_ids=self._array((rows, MAX_BIAS)),
             bias=self._array((rows, MAX_BIAS), jnp.float32),

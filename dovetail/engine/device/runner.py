@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
 from dovetail.engine.request.sequence import Sequence
-from dovetail.engine.schedule.plan import Gain, PlanRow, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import UNKNOWN, Gain, PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import import_kernels
 
@@ -53,6 +53,7 @@ class LaunchedStep:
     version: int = 0  # of the weights
     padded: int = 0  # tokens that a device step computes, with padding
     waited: bool = False  # whether the launch waited for its program to be compiled
+    began: float | None = None  # when it was planned, if nothing was in flight then
 
     def fetch(self) -> np.ndarray:
         """Return the sampled tokens [steps, S]; columns of rows that do not sample and of padding are meaningless."""
@@ -227,15 +228,19 @@ class Runner:
         self.features = encode(self.params[VISION], self.features, *inputs)
 
     def _launch(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> LaunchedStep:
-        inputs = sampler.inputs(plan, shape.rows, shape.drafts)
-        flat, too_many = self.packer.pack(plan, shape, inputs)
-        for start in range(0, len(too_many), ROWS_AT_ONCE):
-            self._write_tables(too_many[start : start + ROWS_AT_ONCE])
-        asked = dict(bias_ids=inputs.bias_ids, bias=inputs.bias, mask=inputs.mask)
+        flat, asked = self._packed(plan, shape, sampler)
         waited = not self.is_warm and not self.steps.is_ready(shape)
         run = self._prompts if shape.is_prompts else self._decode
         out = run(shape, flat, asked, sampler)
         return LaunchedStep(plan, *out, version=self.weights.version, padded=shape.tokens, waited=waited)
+
+    def _packed(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return a plan's vector, and the arrays of the sampler with more than a number per row."""
+        inputs = sampler.inputs(plan, shape.rows, 0 if shape.proposes else shape.drafts)
+        flat, too_many = self.packer.pack(plan, shape, inputs)
+        for start in range(0, len(too_many), ROWS_AT_ONCE):
+            self._write_tables(too_many[start : start + ROWS_AT_ONCE])
+        return flat, dict(bias_ids=inputs.bias_ids, bias=inputs.bias, mask=inputs.mask)
 
     def _decode(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         assert self.cache is not None
@@ -253,6 +258,28 @@ class Runner:
         self.cache, self.tables, self.followed = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
         return out._replace(hidden=hidden)
+
+    def propose(self, plan: StepPlan, sampler: Sampler) -> None:
+        """Replace the UNKNOWN draft tokens of rows whose masks depend on each token by those of the draft model.
+
+        This waits for the device.
+        """
+        late = [(i, row) for i, row in enumerate(plan.rows) if row.seq.single_step and row.drafts[:1] == (UNKNOWN,)]
+        if late:
+            verify = self.buckets.shape_for(plan)
+            shape = self.steps.nearest(replace(verify, proposes=True))
+            found = np.asarray(self._propose(plan, shape, sampler))
+            for i, row in late:
+                row.drafts = tuple(found[: len(row.drafts), i].tolist())
+
+    def _propose(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> jax.Array:
+        assert self.cache is not None
+        run, own = self.steps(shape), len(self.cfg.layers)
+        flat, asked = self._packed(plan, shape, sampler)
+        given = self.cache[own:], self.tables, self.last, sampler.history, self.followed
+        found, (pages, self.tables) = run(self._step_params, *given, flat, asked)
+        self.cache = (*self.cache[:own], *pages)
+        return found
 
     def _write_tables(self, rows: list[tuple[int, list[int]]]) -> None:
         slots = np.full(ROWS_AT_ONCE, self.buckets.max_rows, np.int32)
@@ -304,6 +331,13 @@ class Runner:
             return False
         return True
 
+    def proposal_ready(self, rows: int, drafts: int) -> bool:
+        """Return whether draft tokens can be proposed for the host now; if not, the program is compiled."""
+        if not self.is_warm and not self.steps.is_ready(shape := self.buckets.proposal(rows, drafts)):
+            self.steps.have(shape)
+            return False
+        return True
+
     def warm_up(self, sampler: Sampler, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile all steps, and run each once without a sequence.
 
@@ -316,7 +350,7 @@ class Runner:
             self._run_encoder(shape, [])
         for shape in shapes:
             if shape.tokens:
-                self._launch(StepPlan([]), shape, sampler)
+                (self._propose if shape.proposes else self._launch)(StepPlan([]), shape, sampler)
         jax.block_until_ready((self.last, self.features))
         self.is_warm = True
 

@@ -27,7 +27,7 @@ from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import FIXED, SamplingPlan, SamplingState, Sequence
-from dovetail.engine.schedule.plan import PlanRow, StepPlan
+from dovetail.engine.schedule.plan import UNKNOWN, PlanRow, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI accepts 300
@@ -156,9 +156,13 @@ class Sampler:
         )
 
     def _bad_words(self, params: SamplingParams) -> set[tuple[int, ...]]:
-        """Return each word's tokens at the start of a text and after a space, which differ in most vocabularies."""
+        """Return each word's tokens at the start of a text and after a space, which differ in most vocabularies.
+
+        A word that ends with a token which is excluded everywhere adds nothing: a special token after a space.
+        """
         spelled = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
-        return {tuple(self.tokenizer.encode(text, add_special=False)) for text in spelled} - {()}
+        found = {tuple(self.tokenizer.encode(text, add_special=False)) for text in spelled} - {()}
+        return {word for word in found if len(word) == 1 or (word[-1],) not in found}
 
     def _fixed_mask(self, params: SamplingParams, words: set[tuple[int, ...]]) -> np.ndarray | None:
         """Return the mask of allowed_token_ids and one-token bad words."""
@@ -220,9 +224,11 @@ class Sampler:
         known = len(seq.tokens) == position
         assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"
         slot = self._history_slot(seq, state, known) if state.penalized else self.max_rows
-        if row.drafts and state.needs_host:
+        if state.needs_host and row.drafts[:1] not in ((), (UNKNOWN,)):
             return _Row(state, slot, self._draft_masks(seq, state, row.drafts), FOREVER)
         mask, until = self._row_mask(seq, state, position)
+        if state.needs_host and row.drafts:  # a draft model proposes them: the first mask is the only one yet
+            until = position + 1
         return _Row(state, slot, [mask], until)
 
     @property

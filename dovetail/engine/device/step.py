@@ -98,10 +98,10 @@ def run_decode(
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
-        _, positions, _ = token_rows(ctx, shape.tokens)
+        row, positions, _ = token_rows(ctx, shape.tokens)
         with compute.products(platform):
-            tokens = last[batch.slots]
-            hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
+            tokens, rotary = last[batch.slots], _rotary(batch, row, positions)
+            hidden, cache, seen = tapped(params, cfg, tokens, rotary, ctx, cache, taps=_taps(draft))
             logits = unembed(params, cfg, hidden)
             if draft is not None:
                 assert cache is not None
@@ -166,23 +166,24 @@ def run_verify(
         The output with tokens and log-probabilities of [1 + drafts, S]; tokens after a rejected draft token are
         REJECTED, and their log-probabilities meaningless.
     """
-    batch, inputs = _known(unpack(flat, shape), state, asked)
+    batch, inputs = _known(unpack(flat, shape), state.last, state.followed, asked)
     tables = _with_new_pages(state.tables, batch)
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
     row, positions, _ = token_rows(ctx, shape.tokens)
     params = choose(params, batch.adapters[row])
-    tokens, cache = batch.tokens, state.cache
+    tokens, cache, rotary = batch.tokens, state.cache, _rotary(batch, row, positions)
     with compute.products(platform):
         if draft is not None:
             assert state.followed is not None
-            first, inputs_at = tokens[batch.cu_q_lens[:-1]], replace(inputs, mask=inputs.mask[0])
-            proposed, cache = propose(
-                draft, params, cfg, first, ctx, cache, state.followed, batch.slots, inputs_at, state.history,
-                shape.drafts,
+            own, inputs_at = len(cfg.layers), replace(inputs, mask=inputs.mask[0])
+            proposed, pages = propose(
+                draft, params, cfg, tokens[batch.cu_q_lens[:-1]], ctx, cache[own:], state.followed, batch.slots,
+                inputs_at, state.history, shape.drafts,
             )  # fmt: skip
+            cache = (*cache[:own], *pages)
             offset = jnp.clip(jnp.arange(shape.tokens) - batch.cu_q_lens[row] - 1, 0, shape.drafts - 1)
             tokens = jnp.where(tokens == UNKNOWN, proposed[offset, row], tokens)
-        hidden, cache, seen = tapped(params, cfg, tokens, positions, ctx, cache, taps=_taps(draft))
+        hidden, cache, seen = tapped(params, cfg, tokens, rotary, ctx, cache, taps=_taps(draft))
         logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
     assert cache is not None
     # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
@@ -209,15 +210,54 @@ def run_verify(
     return output, DeviceState(cache, last, tables, history, followed)
 
 
-def _known(batch: StepArrays, state: DeviceState, asked: dict[str, jax.Array]) -> tuple[StepArrays, SampleInputs]:
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("pages", "tables"))
+def run_proposal(
+    params: Params,
+    pages: Cache,
+    tables: jax.Array,
+    last: jax.Array,
+    history: jax.Array,
+    followed: Followed,
+    flat: jax.Array,
+    asked: dict[str, jax.Array],
+    *,
+    cfg: ModelConfig,
+    shape: Shape,
+    compute: Compute,
+    draft: DraftModel,
+    platform: str | None = None,
+    placement: Placement | None = None,
+) -> tuple[jax.Array, tuple[Cache, jax.Array]]:
+    """Propose the draft tokens of a verify step, for the host to compute the masks that depend on them.
+
+    The arguments are those of `run_verify`, with the parts of the state that a draft model reads; `pages` are its own,
+    and the mask of `asked` is [S, W].
+
+    Returns:
+        (the draft tokens [drafts, S], (pages, tables)).
+    """
+    batch, inputs = _known(unpack(flat, shape), last, followed, asked)
+    tables = _with_new_pages(tables, batch)
+    ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
+    with compute.products(platform):
+        found, pages = propose(
+            draft, params, cfg, batch.tokens[batch.cu_q_lens[:-1]], ctx, pages, followed, batch.slots, inputs, history,
+            shape.drafts,
+        )  # fmt: skip
+    return found, (pages, tables)
+
+
+def _known(
+    batch: StepArrays, last: jax.Array, followed: Followed | None, asked: dict[str, jax.Array]
+) -> tuple[StepArrays, SampleInputs]:
     """Return the vector of a verify step and the sampling parameters, with what only the device knows."""
     inputs, starts = sample_inputs(batch.numbers, asked), batch.cu_q_lens[:-1]
-    newest = jnp.where(batch.tokens[starts] == UNKNOWN, state.last[batch.slots], batch.tokens[starts])
+    newest = jnp.where(batch.tokens[starts] == UNKNOWN, last[batch.slots], batch.tokens[starts])
     real = jnp.where(jnp.arange(starts.shape[0]) < batch.num_seqs[0], starts, batch.tokens.shape[0])
     batch = replace(batch, tokens=batch.tokens.at[real].set(newest, mode="drop"))
-    if state.followed is None:
+    if followed is None:
         return batch, inputs
-    newest_at = state.followed.position[batch.slots] + 1
+    newest_at = followed.position[batch.slots] + 1
     ahead = batch.kv_lens < 0
     batch = replace(batch, kv_lens=jnp.where(ahead, newest_at - batch.kv_lens, batch.kv_lens))
     return batch, replace(inputs, position=jnp.where(ahead, newest_at + 1, inputs.position))
@@ -282,7 +322,8 @@ def run_prompts(
     with compute.products(platform):
         every = shape.keeps_hidden or any(tap >= len(cfg.layers) - 1 for tap in _taps(draft))
         wanted = None if every else ends  # of a prompt, only its last token
-        hidden, new_cache, seen = tapped(params, cfg, tokens, positions, masked, cache, wanted, _taps(draft), embeds)
+        rotary = _rotary(batch, row, positions)
+        hidden, new_cache, seen = tapped(params, cfg, tokens, rotary, masked, cache, wanted, _taps(draft), embeds)
         logits = unembed(params, cfg, hidden[ends] if every else hidden)
         if draft is not None:
             assert new_cache is not None and followed is not None
@@ -318,6 +359,13 @@ def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placem
     # every program takes the table in this layout, whatever the compiler would choose for the sum
     history = constrain(count_tokens(history, inputs.slot, tokens), placement, None, "vocab")
     return (tokens, scores), last.at[slots].set(tokens), history
+
+
+def _rotary(batch: StepArrays, row: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return the rotary positions, [T] or [T, 3], of tokens from their rows [T] and positions [T]."""
+    if batch.offsets is None:
+        return positions
+    return positions[:, None] + batch.offsets if batch.offsets.ndim == 2 else positions + batch.offsets[row]
 
 
 def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:

@@ -25,6 +25,7 @@ from dovetail.engine.schedule.scheduler import SchedulerConfig
 from dovetail.io.images.item import ImageItem, ImagePrompt, ImageSpan
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.towers.vision import Vision
+from dovetail.ops.rope import spatial_positions
 
 Prompt = str | Many[int] | ImagePrompt
 Conversation = Many[Mapping[str, Any]]  # its messages
@@ -101,7 +102,10 @@ class Intake:
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
         arrival = time.monotonic() if arrival is None else arrival
         found = None if adapter is None else self._adapters.find(adapter)
-        return Request(id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text, sampling, spans)
+        return Request(
+            id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text, sampling, spans,
+            offsets=self._offsets(len(tokens), spans),
+        )  # fmt: skip
 
     def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):
@@ -126,8 +130,6 @@ class Intake:
             if spans:
                 raise RequestError("the model does not see images: use one with a vision tower", param="images")
             return
-        if spans and self._vision.mrope:  # a step computes positions from lengths, without height and width
-            raise RequestError("images of models with multimodal RoPE (Qwen) are not served yet", param="images")
         token, end = self._vision.image_token, 0
         for span in spans:
             self._check_item(span.item, span.count)
@@ -145,6 +147,13 @@ class Intake:
                 f"{count}",
                 param="images",
             )
+
+    def _offsets(self, length: int, spans: tuple[ImageSpan, ...]) -> np.ndarray | None:
+        """Return the rotary positions of a prompt minus its positions (see Request.offsets); None if they are equal."""
+        if not spans or self._vision is None or not self._vision.mrope:
+            return None
+        images = [(span.start, *span.item.grid) for span in spans]
+        return spatial_positions(length + 1, images) - np.arange(length + 1, dtype=np.int32)[:, None]
 
     def _check_item(self, item: ImageItem, count: int) -> None:
         assert self._vision is not None

@@ -105,6 +105,9 @@ class Request:
     text: bool = True  # False: the caller detokenizes, and looks for `params.stop` itself
     sampling: SamplingPlan | None = None  # made from `params`; None: the sampler makes it with the first sequence
     spans: tuple[ImageSpan, ...] = ()  # of its images, in order
+    # with images and multimodal RoPE: [prompt + 1, 3] rotary positions in time, height and width minus positions in the
+    # sequence; the last is that of all generated tokens
+    offsets: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -183,6 +186,11 @@ class Sequence:
     def length(self) -> int:
         """Return the number of tokens, known or pending."""
         return len(self.tokens) + self.pending
+
+    def offset_at(self, position: int) -> int:
+        """Return the rotary position of the text token at `position` minus `position`."""
+        offsets = self.request.offsets
+        return 0 if offsets is None else int(offsets[min(position, len(offsets) - 1), 0])
 
     @property
     def output(self) -> list[int]:

@@ -30,13 +30,16 @@ class Drafter(Protocol):
 
 
 class DeviceDrafter:
-    """Leave the draft tokens to the draft model, which runs in the verify step."""
+    """Leave the draft tokens to the draft model, which runs in the verify step.
+
+    For a sequence whose masks depend on each token it runs before that (see Runner.propose).
+    """
 
     runs_ahead = True
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
-        """Return `most` unknown tokens; none for a sequence whose masks depend on the tokens before (a grammar)."""
-        return () if seq.single_step else (UNKNOWN,) * most
+        """Return `most` unknown tokens; none while the host waits for a token that masks depend on (a grammar)."""
+        return () if seq.single_step and seq.pending else (UNKNOWN,) * most
 
     def finish(self, seq: Sequence) -> None:
         """Do nothing: the weights are fixed."""

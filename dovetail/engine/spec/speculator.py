@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from dovetail.engine.device.batch import MOST_VERIFIED, Buckets
@@ -22,7 +21,6 @@ class Speculator:
     def __init__(self, drafter: Drafter, length: DraftLength):
         self.drafter, self.length = drafter, length
         self.counts = SpeculationCounts(accepted_per_pos=[0] * length.choices[-1])
-        self._since = 0.0  # when the last step was planned
 
     def wanted(self, demand: StepDemand, buckets: Buckets, most_tokens: int) -> int:
         """Return the draft tokens per row of the next step; 0 for a step without any.
@@ -46,7 +44,6 @@ class Speculator:
 
         All their tokens are known, unless the drafter runs ahead.
         """
-        self._since = time.perf_counter()
         found = {}
         for seq in running:
             room = min(most, seq.limit - seq.length - 1)  # the last token of a sequence is sampled, never fed
@@ -54,18 +51,15 @@ class Speculator:
                 found[seq] = drafts
         return found
 
-    def learn(self, plan: StepPlan, rows: int, gains: list[Gain], seconds: float | None, quiet: bool) -> None:
+    def learn(self, plan: StepPlan, rows: int, gains: list[Gain], seconds: float | None) -> None:
         """Measure a step, count what its draft tokens gained, and learn from sequences that ended with it.
 
         Args:
             plan: The step's plan.
             rows: The rows that it was padded to.
             gains: The tokens that each sequence gained.
-            seconds: How long the step took, if another one was in flight.
-            quiet: Whether nothing else was waited for, so that the time since it was planned is its own.
+            seconds: How long the step took, if it was measured.
         """
-        if plan.requested and not self.drafter.runs_ahead:
-            seconds = time.perf_counter() - self._since if quiet else None
         if seconds is not None and (plan.requested or plan.is_decode):
             self.length.measured(rows, plan.requested, seconds, plan.steps)
         if plan.requested:

@@ -15,16 +15,9 @@ from dovetail.core.errors import RequestError
 from dovetail.io.images.item import ProcessedImage
 from dovetail.io.images.patches import make_item
 from dovetail.io.images.resample import resize
-from dovetail.io.images.settings import (
-    CLIP_MEAN,
-    CLIP_STD,
-    HALF,
-    TowerInput,
-    check_equal,
-    check_shared,
-    read_resample,
-)
+from dovetail.io.images.settings import HALF, TowerInput, check_equal, check_shared, read_resample
 from dovetail.models.family import Fields
+from dovetail.models.towers.qwen2_5_vl import CLIP_MEAN, CLIP_STD
 
 _MOST_RATIO = 200
 
@@ -90,7 +83,7 @@ def _round_size(height: int, width: int, side: int, fewest: int, most: int) -> t
 def build_qwen(f: Fields, tower: TowerInput) -> RangeProcessor:
     """Build the processor from its settings."""
     # Qwen2.5-VL's towers, with patches of 14 pixels, normalise as CLIP does.
-    check_shared(f, *((CLIP_MEAN, CLIP_STD) if tower.patch == 14 else (HALF, HALF)))
+    check_shared(f, *((list(CLIP_MEAN), list(CLIP_STD)) if tower.patch == 14 else (HALF, HALF)))
     check_equal(f, "patch_size", tower.patch)
     check_equal(f, "merge_size", tower.merge)
     f.only("temporal_patch_size", 2)

@@ -9,7 +9,6 @@ from dovetail.core.errors import UserError
 from dovetail.models.family import Fields
 
 HALF = [0.5, 0.5, 0.5]
-CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 _RESAMPLE = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL.Image.Resampling
 # Say how transformers builds its arrays, or describe videos and sounds.

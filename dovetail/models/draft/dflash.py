@@ -6,7 +6,7 @@ The context's keys and values come from outputs of the target's layers (DFlash, 
 
 The block is the newest token and mask tokens after it; its slots see each other and the context. Embedding and head are
 the target's. DSpark (arXiv 2607.05147) predicts from the newest token's slot too, and adds W2 W1[previous token] to the
-logits, so that only this small product is sequential.
+logits, so that only this small product is sequential. DFlash 2 has convolutions and a selector: see draft.dflash2.
 
 T tokens of a call, S sequences, W slots, D model dim, V the target's vocabulary, U the drafter's.
 """
@@ -20,12 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.spec import ParamSpec, Stored, tree_map
+from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, block
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
 from dovetail.models.draft.block_attention import BlockAttention, whole_blocks
+from dovetail.models.draft.dflash2 import CandidateSelector, DynamicConv, conv_block, declare
 from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
 from dovetail.models.registry import FAMILIES
 from dovetail.models.spec import layer_spec
@@ -50,6 +51,8 @@ class DFlash:
     sample_from_anchor: bool = False  # whether the newest token's slot predicts too
     markov_rank: int = 0
     source: str = "{}"  # the config.json that it was read from
+    conv: DynamicConv | None = None  # around attention and MLP; such a drafter is only served
+    selector: CandidateSelector | None = None
 
     feature_dim = 0
 
@@ -82,20 +85,29 @@ class DFlash:
     def spec(self) -> dict[str, Any]:
         """Return the tree of the drafter's own weights, with their published names."""
         D, V, U = self.cfg.dim, self.cfg.vocab, self.draft_vocab
-        layers = tuple(layer_spec(self.cfg, FAMILIES["qwen3"], layer, i) for i, layer in enumerate(self.layers))
+        layers = tuple(self._layer_spec(layer, i) for i, layer in enumerate(self.layers))
         tree: dict[str, Any] = {
-            "fc": _declare("fc.weight", (D, len(self.taps) * D), ("embed", None)),
-            "hidden_norm": _declare("hidden_norm.weight", (D,), (None,), init="ones", active=0.0),
+            "fc": declare("fc.weight", (D, len(self.taps) * D), ("embed", None)),
+            "hidden_norm": declare("hidden_norm.weight", (D,), (None,), init="ones", active=0.0),
             "layers": tree_map(_without_prefix, layers),
-            "norm": _declare("norm.weight", (D,), (None,), init="ones", active=0.0),
+            "norm": declare("norm.weight", (D,), (None,), init="ones", active=0.0),
         }
         if self.own_head:
-            tree["head"] = _declare("lm_head.weight", (U, D), ("vocab", "embed"))
-            tree["d2t"] = _declare("d2t", (U,), (None,), init="zeros", active=0.0, dtype="int32")
+            tree["head"] = declare("lm_head.weight", (U, D), ("vocab", "embed"))
+            tree["d2t"] = declare("d2t", (U,), (None,), init="zeros", active=0.0, dtype="int32")
         if self.markov_rank:
-            w1 = _declare("markov_head.markov_w1.weight", (V, self.markov_rank), ("vocab", None), active=0.0)
-            w2 = _declare("markov_head.markov_w2.weight", (U, self.markov_rank), ("vocab", None))
+            w1 = declare("markov_head.markov_w1.weight", (V, self.markov_rank), ("vocab", None), active=0.0)
+            w2 = declare("markov_head.markov_w2.weight", (U, self.markov_rank), ("vocab", None))
             tree["markov"] = {"w1": w1, "w2": w2}
+        if self.selector:
+            tree["selector"] = self.selector.spec(V, D)
+        return tree
+
+    def _layer_spec(self, layer: Layer, i: int) -> dict[str, Any]:
+        tree = layer_spec(self.cfg, FAMILIES["qwen3"], layer, i)
+        if self.conv:
+            for half, name in (("attn", "attention"), ("mlp", "mlp")):
+                tree[f"{half}_conv"] = self.conv.spec(f"layers.{i}.{name}_conv", self.cfg.dim)
         return tree
 
     # --- serving ------------------------------------------------------------------------------------------------------
@@ -122,7 +134,11 @@ class DFlash:
         logits = matmul(hidden, self.head(params, target), out_dtype=jnp.float32)
         drafts, previous = [], tokens
         for j in range(count):
-            own = logits[:, j] + self.markov_bias(params, previous) if self.markov_rank else logits[:, j]
+            own = logits[:, j]
+            if self.markov_rank:
+                own += self.markov_bias(params, previous)
+            if self.selector:
+                own = self.selector.scores(params["selector"], own, hidden[:, j], previous)
             previous = pick(j, self._in_target_vocab(params, own))
             drafts.append(previous)
         return jnp.stack(drafts), cache
@@ -156,8 +172,13 @@ class DFlash:
         """Run the layers on blocks x [..., D] -> (the last norm's output, the pages with the blocks' tokens)."""
         stream, entries = Residual(x), []
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
-            entry = None if cache is None else cache[i]
-            stream, entry, _ = block(p, stream, table, ctx, entry, None, cfg=self.cfg, layer=layer)
+            entry, how = None if cache is None else cache[i], dict[str, Any](cfg=self.cfg, layer=layer)
+            if self.conv:
+                assert isinstance(ctx, Paged), "a drafter with convolutions is only served"
+                slots = x.shape[0] // ctx.kv_lens.shape[0]
+                stream, entry = conv_block(p, stream, table, ctx, entry, slots, conv=self.conv, **how)
+            else:
+                stream, entry, _ = block(p, stream, table, ctx, entry, None, **how)
             entries.append(entry)
         return stream.add_and_norm(None, params["norm"], self.cfg, ctx)[1], tuple(entries)
 
@@ -173,10 +194,6 @@ class DFlash:
 def target_ids(d2t: jax.Array) -> jax.Array:
     """Return the target's ids [U] of the drafter's tokens."""
     return jnp.arange(d2t.shape[0], dtype=jnp.int32) + d2t
-
-
-def _declare(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> ParamSpec:
-    return ParamSpec(shape, axes, Stored((name,), shape), **more)
 
 
 def _without_prefix(one: ParamSpec) -> ParamSpec:

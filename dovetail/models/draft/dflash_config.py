@@ -1,4 +1,4 @@
-"""Parse the config.json of block drafters: speculators' `dflash` and `dspark`, and z-lab's DFlash."""
+"""Parse the config.json of block drafters: DFlash, DFlash 2 and DSpark of speculators, DFlash and DFlash 2 of z-lab."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dovetail.models.config import Layer, Mlp, ModelConfig
 from dovetail.models.draft.block_attention import BlockAttention
 from dovetail.models.draft.check import check_size, check_taps, check_verifier
 from dovetail.models.draft.dflash import DFlash
+from dovetail.models.draft.dflash2 import CandidateSelector, DynamicConv
 from dovetail.models.family import Fields, finish, read_glu, read_heads, read_rope, read_windows, rope_dict
 
-KINDS = ("dflash", "dspark")
+DFLASH2 = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16)  # speculators' defaults
 MARKOV_RANK = 256  # of a DSpark config that does not say
 # transformers' defaults: speculators writes only those fields of a layer's config that differ from them
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def _of_speculators(hf: dict[str, Any], where: str) -> DFlash:
     kind = hf["speculators_model_type"]
     layers = hf.get("transformer_layer_config") or {}
     layers = DEFAULTS.get(layers.get("model_type", "qwen3"), {}) | {"model_type": "qwen3"} | _given(layers)
-    cfg = _layers(layers, bool(hf.get("sliding_window_non_causal")), where)
+    cfg = _layers(layers, bool(hf.get("sliding_window_non_causal", kind == "dflash2")), where)
     ids = hf.get("aux_hidden_state_layer_ids")
     if not ids:
         raise CheckpointError(
@@ -64,7 +65,7 @@ def _of_speculators(hf: dict[str, Any], where: str) -> DFlash:
     return DFlash(
         cfg, tuple(int(i) - 1 for i in ids), int(hf.get("block_size", 8)), _mask(hf, where),
         int(hf.get("draft_vocab_size") or cfg.vocab), bool(hf.get("sample_from_anchor", kind == "dspark")), rank,
-        json.dumps(hf, sort_keys=True),
+        json.dumps(hf, sort_keys=True), **_dflash2(DFLASH2 | hf, cfg, where) if kind == "dflash2" else {},
     )  # fmt: skip
 
 
@@ -77,11 +78,34 @@ def _of_zlab(hf: dict[str, Any], where: str) -> DFlash:
     if not ids or not size:
         key = "block_size" if ids else "dflash_config.target_layer_ids"
         raise CheckpointError(f"{where}: the key `{key}` is missing", param=key)
+    second = {name: own.pop(name) for name in DFLASH2 if name in own}
     if own:
         key = f"dflash_config.{min(own)}"
         raise UnsupportedError(f"{where}: `{key}` is not supported, got {own[min(own)]}", param=key)
     cfg = _layers({name: value for name, value in hf.items() if name != "is_causal"}, both_ways, where)
-    return DFlash(cfg, tuple(map(int, ids)), int(size), mask, cfg.vocab, source=json.dumps(hf, sort_keys=True))
+    if second.keys() != DFLASH2.keys() and (second or "dflash2" in " ".join(hf.get("architectures") or ()).lower()):
+        key = f"dflash_config.{next(name for name in DFLASH2 if name not in second)}"
+        raise CheckpointError(f"{where}: the key `{key}` of DFlash 2 is missing", param=key)
+    parts = _dflash2(second, cfg, where) if second else {}
+    return DFlash(
+        cfg, tuple(map(int, ids)), int(size), mask, cfg.vocab, source=json.dumps(hf, sort_keys=True), **parts
+    )  # fmt: skip
+
+
+def _dflash2(fields: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
+    """Return the parts that DFlash 2 adds."""
+    taps, group, rank, top_k = (int(fields[name]) for name in DFLASH2)
+    if cfg.dim % group:
+        raise CheckpointError(
+            f"{where}: `conv_group_size` must divide hidden_size={cfg.dim}, got {group}", param="conv_group_size"
+        )
+    if int(fields.get("draft_vocab_size") or cfg.vocab) != cfg.vocab:
+        raise UnsupportedError(
+            f"{where}: `draft_vocab_size` of a DFlash 2 drafter must be the target's {cfg.vocab:,}, got "
+            f"{fields['draft_vocab_size']:,}",
+            param="draft_vocab_size",
+        )
+    return dict(conv=DynamicConv(taps, group), selector=CandidateSelector(rank, min(top_k, cfg.vocab)))
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

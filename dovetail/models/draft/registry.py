@@ -24,6 +24,7 @@ def draft_kind(hf: dict[str, Any], where: str = "config.json") -> str:
     if not isinstance(hf, dict):
         raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
     if (kind := hf.get("speculators_model_type")) is not None:
+        kind = "dflash" if kind == "dflash2" else kind
         if kind not in KINDS:
             raise UnsupportedError(
                 f"{where}: draft models of the kind {kind!r} are not supported.{did_you_mean(str(kind), KINDS)} "

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
 from dovetail.core.types import Params
-from dovetail.ops.bidirectional import bidirectional_attention
+from dovetail.ops.bidirectional import bidirectional_attention, window_attention
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul, matmuls
-from dovetail.ops.norm import layer_norm
+from dovetail.ops.norm import add_layer_norm, layer_norm, rms_norm
 from dovetail.ops.rope import Rope, rotate
 
 BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
@@ -35,7 +35,9 @@ class EncoderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Describe blocks of bidirectional attention and an MLP, with layer norms before each half and biases everywhere.
+    """Describe blocks of bidirectional attention and an MLP, with a norm before each half and biases of products.
+
+    The stored names of `spec` decide about the rest: norms without a bias are RMS norms, an MLP with `gate` is gated.
 
     Attributes:
         layers: The number of blocks.
@@ -62,7 +64,8 @@ class Encoder:
         """Return the weights of the blocks.
 
         Args:
-            names: The stored name of each weight of a block, with the keys of SIGLIP; {i} is the block's number.
+            names: The stored name of each weight of a block; {i} is the block's number. The keys are those of SIGLIP,
+                perhaps without biases of norms, and with `mlp.gate` and its bias.
         """
         return tuple(
             self._block_spec({key: name.format(i=i) for key, name in names.items()}) for i in range(self.layers)
@@ -79,13 +82,12 @@ class Encoder:
         for x in self.projections:
             attn[x] = declare(f"attn.{x}", (K, H, D), ("heads", None, "embed"), (D, D))
             attn[f"{x}_bias"] = declare(f"attn.{x}_bias", (K, H), ("heads", None), (D,), **BIAS)
-        mlp = {
-            "up": declare("mlp.up", (F, D), ("mlp", "embed")),
-            "up_bias": declare("mlp.up_bias", (F,), ("mlp",), **BIAS),
-            "down": declare("mlp.down", (D, F), ("embed", "mlp")),
-            "down_bias": declare("mlp.down_bias", (D,), (None,), **BIAS),
-        }
-        norms = {key: norm_spec(D, names[key], names[f"{key}_bias"]) for key in ("attn_norm", "mlp_norm")}
+        mlp = {"down": declare("mlp.down", (D, F), ("embed", "mlp"))}
+        mlp["down_bias"] = declare("mlp.down_bias", (D,), (None,), **BIAS)
+        for x in ("gate", "up") if "mlp.gate" in names else ("up",):
+            mlp[x] = declare(f"mlp.{x}", (F, D), ("mlp", "embed"))
+            mlp[f"{x}_bias"] = declare(f"mlp.{x}_bias", (F,), ("mlp",), **BIAS)
+        norms = {key: norm_spec(D, names[key], names.get(f"{key}_bias")) for key in ("attn_norm", "mlp_norm")}
         return {"attn": in_one_tensor(attn, self.projections), "mlp": mlp, **norms}
 
     def __call__(
@@ -119,44 +121,76 @@ class Encoder:
         return x
 
     def flops(self, patches: int) -> float:
-        """Return the FLOPs of the forward pass of one item."""
+        """Return the FLOPs of the forward pass of one item, without a gate."""
         products = matmul_flops(self._block_spec(dict.fromkeys(SIGLIP, "")))
         return self.layers * patches * (products + 4.0 * self.dim * patches)
 
 
-@functools.partial(jax.jit, static_argnames=("of", "placement"))  # equal blocks are traced and lowered once
+@functools.partial(jax.jit, static_argnames=("most", "of", "placement"))  # equal blocks are traced and lowered once
 def encoder_block(
     p: Params,
     x: jax.Array,
     lengths: jax.Array | None = None,
     tables: tuple[jax.Array, jax.Array] | None = None,
+    windows: jax.Array | None = None,
     *,
+    most: int = 0,
     of: Encoder,
     placement: Placement | None = None,
 ) -> jax.Array:
-    """Run one block of the encoder `of` on x [N, P, D]; `tables` are cos and sin of rotary positions."""
-    q, k, v = matmuls(norm(p["attn_norm"], x, of.eps), p["attn"], of.projections)
+    """Run one block of the encoder `of` on x [N, P, D].
+
+    Args:
+        p: The weights.
+        x: The patches.
+        lengths: [N] int32: the patches of each item, if padding follows them.
+        tables: cos and sin of rotary positions.
+        windows: [N, P] int32, ascending: if given, patches attend to those of the same window.
+        most: The most patches of a window.
+        of: The encoder.
+        placement: The mesh and its rules; None for one device.
+    """
+    x, h = add_norm(p["attn_norm"], x, None, of.eps, placement)
+    q, k, v = matmuls(h, p["attn"], of.projections)
     if tables is not None:
         whole = Rope(theta=0.0, dim=q.shape[-1])  # which dims are rotated; the tables say how far
         q, k = rotate(q, whole, tables), rotate(k, whole, tables)
     platform = placement.platform if placement else None
-    h = bidirectional_attention(q, k, v, scale=q.shape[-1] ** -0.5, lengths=lengths, platform=platform)
-    x = x + matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
-    h = matmul(norm(p["mlp_norm"], x, of.eps), p["mlp"]["up"], p["mlp"]["up_bias"])
-    return x + matmul(Glu(of.act).activate(h), p["mlp"]["down"], p["mlp"]["down_bias"])
+    scale = q.shape[-1] ** -0.5
+    if windows is None:
+        h = bidirectional_attention(q, k, v, scale=scale, lengths=lengths, platform=platform)
+    else:
+        h = window_attention(q, k, v, scale=scale, windows=windows, most=most)
+    delta = matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
+    x, h = add_norm(p["mlp_norm"], x, delta, of.eps, placement)
+    return x + _mlp(p["mlp"], h, Glu(of.act))
 
 
-def norm_spec(dim: int, weight: str, bias: str) -> dict[str, ParamSpec]:
-    """Return the weights of a layer norm under their stored names."""
-    return {
-        "weight": ParamSpec((dim,), (None,), Stored((weight,), (dim,)), init="ones", active=0.0),
-        "bias": ParamSpec((dim,), (None,), Stored((bias,), (dim,)), **BIAS),
-    }
+def _mlp(p: Params, x: jax.Array, act: Glu) -> jax.Array:
+    up = matmul(x, p["up"], p["up_bias"])
+    h = act(matmul(x, p["gate"], p["gate_bias"]), up) if "gate" in p else act.activate(up)
+    return matmul(h, p["down"], p["down_bias"])
+
+
+def norm_spec(dim: int, weight: str, bias: str | None = None) -> dict[str, ParamSpec]:
+    """Return the weights of a layer norm, or without a bias of an RMS norm, under their stored names."""
+    tree = {"weight": ParamSpec((dim,), (None,), Stored((weight,), (dim,)), init="ones", active=0.0)}
+    return tree if bias is None else tree | {"bias": ParamSpec((dim,), (None,), Stored((bias,), (dim,)), **BIAS)}
 
 
 def norm(p: Params, x: jax.Array, eps: float) -> jax.Array:
-    """Normalise x by a layer norm."""
-    return layer_norm(x, p["weight"], p["bias"], eps)
+    """Normalise x by a layer norm, or without a bias by an RMS norm."""
+    return layer_norm(x, p["weight"], p["bias"], eps) if "bias" in p else rms_norm(x, p["weight"], eps)
+
+
+def add_norm(
+    p: Params, x: jax.Array, delta: jax.Array | None, eps: float, placement: Placement | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return x + delta and its norm."""
+    if "bias" in p:
+        return add_layer_norm(x, delta, p["weight"], p["bias"], eps, placement)
+    x = x if delta is None else x + delta
+    return x, norm(p, x, eps)
 
 
 # the stored names of a block's weights in SigLIP, behind the model's own prefix

@@ -111,7 +111,7 @@ class Vision:
         tower: The vision tower with its projector.
         image_token: The id of the token that a feature replaces.
         block_mask: Which layers let the tokens of an item see each other: "" (none), "sliding" or "all".
-        mrope: If image tokens have positions in time, height and width, the frequencies of each (see ops.rope).
+        mrope: If image tokens have positions in time, height and width, `Rope.axes` of the layers.
         deepstack: The language model's layers whose outputs get further features added, in order.
     """
 

@@ -16,6 +16,7 @@ from dovetail.core.fingerprint import fingerprint
 from dovetail.core.recipe import dump
 from dovetail.core.reporter import Reporter
 from dovetail.data.examples import ChatExample, TextExample, example, kind_of
+from dovetail.data.pictures import NO_IMAGES
 from dovetail.data.records import BadRecords, open_records
 from dovetail.data.settings import Keys
 from dovetail.engine.llm import LLM
@@ -79,6 +80,8 @@ def _prompt(settings: Draft, record: Any, keys: Keys) -> dict[str, Any]:
 def _row(side: ChatExample | TextExample, answered: bool) -> dict[str, Any]:
     if isinstance(side, TextExample):
         return {"prompt": side.prompt} | ({"completion": side.completion} if answered else {})
+    if side.images:
+        raise UserError(f"the record has images: {NO_IMAGES}", param="data.path", code="no_images")
     return {"messages": side.messages, "answered": answered} | ({"tools": side.tools} if side.tools else {})
 
 

@@ -21,6 +21,7 @@ from dovetail.tune.rl.advantages import (
     whiten,
 )
 from dovetail.tune.rl.episode import Episode
+from dovetail.tune.rl.images import RolloutImages
 from dovetail.tune.rl.journal import Scores
 from dovetail.tune.rl.layout import Layout, lay_out, row_sizes
 from dovetail.tune.rl.losses import LOSS_TYPES
@@ -45,7 +46,12 @@ class BatchBuilder:
     """Compute advantages and scores of episodes, and lay them out in rows."""
 
     def __init__(
-        self, settings: Rl, ready: Ready, advantage: Advantage | None = None, calls: ToolGrammars | None = None
+        self,
+        settings: Rl,
+        ready: Ready,
+        advantage: Advantage | None = None,
+        calls: ToolGrammars | None = None,
+        images: RolloutImages | None = None,
     ):
         """Create a builder.
 
@@ -54,8 +60,9 @@ class BatchBuilder:
             ready: The prepared run.
             advantage: The user's own, in place of the algorithm's.
             calls: The grammar that constrained the episodes, if any.
+            images: Those of the prompts, if the policy sees images.
         """
-        self._settings, self._ready, self._calls = settings, ready, calls
+        self._settings, self._ready, self._calls, self._images = settings, ready, calls, images
         self._advantage = advantage or settings.resolved_loss.advantage
         self._scorer = RowScorer(settings, ready)
 
@@ -121,6 +128,8 @@ class BatchBuilder:
         )  # fmt: skip
         if self._calls and settings.has_grammar:
             batch = replace(batch, columns={**batch.columns, **self._calls.columns(layout, episodes)})
+        if self._images:
+            batch = self._images.add(batch, layout, episodes)
         scores = self._scores(batch, layout, params, reference) if known is None else known
         batch, metrics = self._with_scores(batch, layout, episodes, masks, scores)
         used = sum(layout.sizes)
@@ -160,7 +169,8 @@ class BatchBuilder:
         """Return the batch with the columns that follow from the scores, and metrics of them."""
         settings, metrics = self._settings, {}
         if settings.algo == "gkd":
-            return replace(batch, columns={}), metrics
+            own = {name: x for name, x in batch.columns.items() if name in self._ready.objective.columns}
+            return replace(batch, columns=own), metrics
         ends = np.cumsum([len(e.tokens) for e in episodes])[:-1]
         found = {name: layout.put(np.split(array, ends)) for name, array in scores.items()}
         counts = np.asarray(batch.loss_mask) > 0

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_params
 from dovetail.core.training import Schedule
 from dovetail.core.types import Batch, Params
-from dovetail.io.draft_folder import DraftCheckpoint, open_draft
+from dovetail.io.draft_folder import DraftCheckpoint, open_draft, save_draft
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.block_attention import BlockAttention
 from dovetail.models.draft.dflash import DFlash
@@ -44,6 +46,7 @@ from dovetail.tune.rl.sections import DSPARK
 from dovetail.tune.rl.settings import POLICY, Rl
 from dovetail.tune.settings import NEW_WEIGHTS, Draft
 
+EXPORTED = "drafter"  # its folder within an export of the run
 PART_TOKENS = 8192  # tokens per device that an update computes at once
 
 
@@ -96,6 +99,18 @@ class RunDrafter:
         given = {name: part for name, part in given.items() if name in specs}
         return init_state(ready.cfg, specs, self.settings, self.optimizer, placement, given)
 
+    def weights(self, own: Params, outer: Params, cfg: ModelConfig) -> Params:
+        """Return all its weights: its own, and of its head the rows of the policy, whose `outer_weights` these are."""
+        return with_given(self.new, own, head_of(outer, cfg), self.ids) if self.new.given else own
+
+    def export(self, folder: Path, own: Params, outer: Params, cfg: ModelConfig, dtype: Any) -> None:
+        """Write it in the format of `speculators`."""
+        own, outer = jax.tree.map(lambda x: x.astype(dtype), (own, outer))
+        weights = self.weights(own, outer, cfg)
+        config = json.loads(self.model.source) | {"dtype": str(jnp.dtype(dtype))}
+        config["transformer_layer_config"] |= {"vocab_size": cfg.vocab}  # other writers leave out defaults
+        save_draft(folder, self.model, jax.tree.map(np.asarray, weights), config)
+
 
 def run_drafter(settings: Rl, cfg: ModelConfig) -> RunDrafter:
     """Return the drafter of a recipe with speculation.kind=dspark.
@@ -147,7 +162,11 @@ def drafter_companion(settings: Rl) -> Companion:
     def init(ready: Ready, params: Params) -> TrainState:
         return run_drafter(settings, ready.cfg).init(ready, params, functools.partial(outer_weights, settings))
 
-    return Companion(abstract, init)
+    def export(folder: Path, ready: Ready, params: Params, state: TrainState, dtype: Any) -> None:
+        outer = outer_weights(settings, params, ready.frozen)
+        run_drafter(settings, ready.cfg).export(folder / EXPORTED, state.params, outer, ready.cfg, dtype)
+
+    return Companion(abstract, init, export)
 
 
 def drafter_bytes(settings: Rl, cfg: ModelConfig) -> int:
@@ -205,11 +224,8 @@ class PolicyDrafter:
 
     def weights(self, state: TrainState) -> Params:
         """Return all weights of the drafter; of its head, the policy's rows."""
-        own, new = state.companion.params, self._drafter.new
-        if not new.given:
-            return own
         outer = outer_weights(self._settings, state.params, self._ready.frozen)
-        return with_given(new, own, head_of(outer, self._ready.cfg), self._drafter.ids)
+        return self._drafter.weights(state.companion.params, outer, self._ready.cfg)
 
     def _seen(self, params: Params, batch: Batch, frozen: Any) -> tuple[Batch, Params]:
         """Return the batch with the policy's hidden states, and what the drafter uses of its weights."""

@@ -11,6 +11,7 @@ import numpy as np
 from dovetail.core.errors import RecipeError, UserError
 from dovetail.data.example_encoder import example_encoder
 from dovetail.data.examples import ChatExample, TextExample
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment import Environment, Observation
 from dovetail.tune.rl.episode import EpisodeId
@@ -37,9 +38,11 @@ class EnvironmentFactory:
     encoder: TurnEncoder
 
     @classmethod
-    def from_settings(cls, environment: Any, settings: Rl, tokenizer: Tokenizer) -> EnvironmentFactory:
+    def from_settings(
+        cls, environment: Any, settings: Rl, tokenizer: Tokenizer, processor: ImageProcessor | None = None
+    ) -> EnvironmentFactory:
         """Return a factory of `environment`: a class, a function that returns one, or its location as text."""
-        encoder = TurnEncoder(example_encoder(settings.data, tokenizer))
+        encoder = TurnEncoder(example_encoder(settings.data, tokenizer, processor=processor))
         return cls(_environment_class(environment), settings.seed, encoder)
 
     def environment(
@@ -61,8 +64,8 @@ class EnvironmentFactory:
 
     def prompt(
         self, example: ChatExample | TextExample, prompt_index: int, columns: Mapping[str, Any]
-    ) -> tuple[ChatExample | TextExample, list[int]]:
-        """Return a prompt with the environment's tools and first observation, and its tokens."""
+    ) -> ChatExample | TextExample:
+        """Return a prompt with the environment's tools and first observation."""
         environment, observation = self.environment(prompt_index, columns, EpisodeId(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         if isinstance(example, ChatExample) and example.tools:
@@ -78,8 +81,7 @@ class EnvironmentFactory:
                 param="prompt",
             )
         example = with_observation(example, observation)
-        example = replace(example, tools=tools) if tools and isinstance(example, ChatExample) else example
-        return example, self.encoder.prompt(example)
+        return replace(example, tools=tools) if tools and isinstance(example, ChatExample) else example
 
 
 def _environment_class(given: Any) -> CreateEnvironment:

@@ -6,21 +6,25 @@ observation is returned as tokens. An environment that fails ends its own episod
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.data.examples import ChatExample
 from dovetail.data.messages import Messages
+from dovetail.data.pictures import Picture
 from dovetail.io.chat import checked_messages
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import ToolCall
 from dovetail.tune.rl.environment import Environment, Observation, Step
 from dovetail.tune.rl.environment_factory import EnvironmentFactory
 from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.failures import Failures, traceback_of
+from dovetail.tune.rl.images import max_patches
 from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.reward_assigner import ENVIRONMENT
 from dovetail.tune.rl.settings import Rl
@@ -39,6 +43,7 @@ class _EpisodeState:
     parsed: int  # tokens that have been parsed
     turns: int = 0
     reward: float = 0.0
+    images: tuple[Picture, ...] = ()  # of the last observation
 
 
 class EnvironmentRunner:
@@ -60,6 +65,7 @@ class EnvironmentRunner:
         self._factory, self._encoder = factory, factory.encoder
         self._max_tokens, self._failures = max_tokens, failures
         self._prompts = {record.index: record for record in prompts}
+        self._max_patches = max_patches(self._prompts.values())
         # Several threads reply, each for an episode of its own, and a dict's single operations are atomic.
         self._states: dict[int, _EpisodeState] = {}
         self._check_template()
@@ -72,9 +78,10 @@ class EnvironmentRunner:
         tokenizer: Tokenizer,
         prompts: Iterable[PromptRecord],
         failures: Failures | None = None,
+        processor: ImageProcessor | None = None,
     ) -> EnvironmentRunner:
         """Return a runner of `environment`: see EnvironmentFactory.from_settings."""
-        factory = EnvironmentFactory.from_settings(environment, settings, tokenizer)
+        factory = EnvironmentFactory.from_settings(environment, settings, tokenizer, processor)
         return cls(factory, prompts, settings.max_completion_length, failures or Failures())
 
     def reply(self, episode: Episode) -> list[int] | None:
@@ -119,6 +126,7 @@ class EnvironmentRunner:
         if len(episode.tokens) - episode.prompt_length + len(tokens) >= self._max_tokens:
             return self._end(state, "length")
         state.parsed = len(episode.tokens) + len(tokens)
+        episode.images += [base64.b64encode(image.file).decode() for image in state.images]
         return tokens
 
     def _parse(self, state: _EpisodeState) -> PolicyTurn:
@@ -140,14 +148,26 @@ class EnvironmentRunner:
         episode = state.episode
         if state.messages is None or episode.messages is None:
             return [] if is_last else self._encoder.text(observation_text(observation))
-        messages = checked_messages(observation_messages(observation)) if observation else []
+        messages, state.images = self._encoder.with_pictures(observation_messages(observation))
+        messages = checked_messages(messages) if messages else []
         episode.messages += messages
         if is_last:
             return []
+        self._check_images(state.images)
         has_end = self._encoder.parser(True, state.tools).has_end(episode.tokens)
-        tokens = self._encoder.between(state.messages, messages, state.tools, has_end)
+        tokens = self._encoder.between(state.messages, messages, state.tools, has_end, state.images)
         state.messages += messages
         return tokens
+
+    def _check_images(self, images: Sequence[Picture]) -> None:
+        """Refuse an image that the training step has no room for, which is compiled for the images of the prompts."""
+        largest = max((image.patches for image in images), default=0)
+        if largest > self._max_patches:
+            raise UserError(
+                f"an image of an observation must have at most {self._max_patches} patches, as the largest image of "
+                f"the prompts has, got {largest}: shrink it, or give a prompt a larger image",
+                param="observation",
+            )
 
     def _end(self, state: _EpisodeState, finish: str) -> None:
         state.episode.finish = finish

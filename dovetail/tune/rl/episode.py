@@ -37,6 +37,7 @@ class Episode:
     text: str = ""  # what the policy sampled, over all turns
     finish: str = ""  # stop, length, or the reason that an environment gives
     messages: list[dict[str, Any]] | None = None  # the conversation after the prompt, with an environment
+    images: list[str] = field(default_factory=list)  # files of the images after the prompt, in base64
     rewards: dict[str, float | None] = field(default_factory=dict)  # each reward by its name
     problems: dict[str, str] = field(default_factory=dict)  # why a reward is None, by its name
     reward: float | None = None  # the total; None: it has none
@@ -108,6 +109,7 @@ def from_json(entry: dict[str, Any]) -> list[Episode]:
         whole = array_of(entry, name, dtype)
         shape = (total, -1) if name == "support" else (total,)
         parts[name] = np.split(whole.reshape(shape), ends[:-1]) if whole.size else [None] * len(ends)
+    entry.setdefault("images", [[] for _ in ends])  # a journal of an earlier version has none
     rows = zip(*(entry[name] for name in PLAIN), *parts.values(), strict=True)
     found = [Episode(**dict(zip((*PLAIN, *ARRAYS), row, strict=True))) for row in rows]
     for each in found:

@@ -15,6 +15,8 @@ from dovetail.engine.request.outputs import CompletionOutput, PartialOutput
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.engine.terminal import without_collection
 from dovetail.tune.rl.episode import Episode, EpisodeId, new_episode
+from dovetail.tune.rl.images import RolloutImages
+from dovetail.tune.rl.objective import banned_token
 from dovetail.tune.rl.partial_turns import PartialTurn, PartialTurns, TurnId
 from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.sampler import ADAPTER
@@ -56,6 +58,7 @@ class EpisodeRunner:
         reply: Reply | None = None,
         grammar: Grammar | None = None,
         num_generations: int = 0,
+        images: RolloutImages | None = None,
     ):
         """Create a runner.
 
@@ -65,10 +68,13 @@ class EpisodeRunner:
             reply: The environment's; without one, an episode has one turn.
             grammar: Constrains the policy's turns.
             num_generations: In place of the recipe's.
+            images: Those of the prompts, if the policy sees images.
         """
         self.engine, self.settings, self.reply, self._grammar = llm.engine, settings, reply, grammar
         self.num_generations = num_generations or settings.num_generations
-        self._adapter = ADAPTER if settings.lora else None
+        self._adapter, self._images = ADAPTER if settings.lora else None, images
+        banned, tokenizer = banned_token(llm.config), llm.tokenizer
+        self._bad_words = (tokenizer.token(banned),) if tokenizer and banned >= 0 else ()
 
     def run(
         self,
@@ -100,14 +106,15 @@ class EpisodeRunner:
         return SamplingParams(
             n=n, seed=seed, max_tokens=max_tokens, temperature=wanted.temperature, top_k=wanted.top_k,
             top_p=wanted.top_p, stop=wanted.stop, include_stop_str_in_output=True, logprobs=max(0, wanted.top_k),
+            bad_words=self._bad_words,
         )  # fmt: skip
 
     def add(self, id: str, episode: Episode, params: SamplingParams, written: Mapping[int, PartialOutput]) -> None:
         """Add a request for a turn. The engine detokenises only if it must look for stop strings."""
         if self._grammar:
             params = replace(params, structured_outputs=self._grammar(episode))
-        tokens = episode.tokens.tolist()
-        self.engine.add(id, tokens, params, written, adapter=self._adapter, text=bool(params.stop))
+        prompt = self._images.prompt(episode) if self._images else episode.tokens.tolist()
+        self.engine.add(id, prompt, params, written, adapter=self._adapter, text=bool(params.stop))
 
     def append_turn(self, episode: Episode, completion: CompletionOutput) -> None:
         """Append the policy's turn to its episode."""

@@ -16,6 +16,7 @@ from dovetail.core.types import Params
 from dovetail.train.rows import Sampled
 from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.episode_runner import EpisodeGroup, EpisodeRunner, Grammar, Reply
+from dovetail.tune.rl.images import RolloutImages
 from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.reward_assigner import RewardAssigner
 from dovetail.tune.rl.sampler import PolicySampler
@@ -32,6 +33,7 @@ class Evaluator:
     rewards: RewardAssigner
     reply: Reply | None = None
     grammar: Grammar | None = None
+    images: RolloutImages | None = None
 
     @property
     def every(self) -> int:
@@ -61,7 +63,7 @@ class Evaluator:
             )
             for i, prompt in enumerate(prompts)
         ]
-        runner = EpisodeRunner(self.sampler.llm, self.settings, self.reply, self.grammar, count)
+        runner = EpisodeRunner(self.sampler.llm, self.settings, self.reply, self.grammar, count, self.images)
         runner.run(groups, 0, keep)
         episodes = [[found[group.id(member)] for member in range(count)] for group in groups]
         computing = [self.rewards.submit(prompt, each) for prompt, each in zip(prompts, episodes, strict=True)]

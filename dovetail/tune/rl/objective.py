@@ -28,7 +28,7 @@ from dovetail.ops.token_loss import Allowed, TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.train.saves import weights_of_folder
 from dovetail.tune.distill import distill_objective
-from dovetail.tune.policy import Policy, head_of, policy_of, unembed_of
+from dovetail.tune.policy import Policy, columns_of_images, head_of, policy_of, unembed_of
 from dovetail.tune.rl.algorithms import policy_loss_of
 from dovetail.tune.rl.drafter import drafter_bytes, drafter_companion
 from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, value_loss
@@ -78,6 +78,7 @@ def columns(settings: Rl) -> dict[str, Column]:
     found |= {"values": number, "returns": number} if settings.has_critic else {}
     found |= {"top_entropy": number} if settings.selects_tokens else {}
     found |= {"support": Column("int32", width=settings.sampling.top_k)} if settings.has_top_k else {}
+    found |= columns_of_images(settings)
     if not settings.has_grammar:
         return found
     words = -(-config_of(settings.model).vocab // 32)
@@ -85,15 +86,23 @@ def columns(settings: Rl) -> dict[str, Column]:
 
 
 def policy_scores(
-    model: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext, settings: Rl
+    model: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext, settings: Rl, banned: int
 ) -> TokenScores:
-    """Return log-probabilities and entropies of the distribution that was sampled: its temperature, its candidates."""
+    """Return log-probabilities and entropies of the distribution that was sampled: its temperature, its candidates.
+
+    `banned` is the policy's `banned_token`, also if the model is a teacher.
+    """
     support = batch.columns.get("support")  # a grammar allows all of these
     return token_scores(
         hidden, head_of(model, cfg), batch.targets, entropy=True, support=support,
-        allowed=allowed_tokens(batch) if support is None else None, temperature=settings.sampling.temperature,
-        **unembed_of(cfg, ctx),
+        allowed=allowed_tokens(batch) if support is None else None, banned=banned,
+        temperature=settings.sampling.temperature, **unembed_of(cfg, ctx),
     )  # fmt: skip
+
+
+def banned_token(cfg: ModelConfig) -> int:
+    """Return the token that the policy never samples, an image token, for which there would be no image; -1: none."""
+    return cfg.vision.image_token if cfg.vision else -1
 
 
 def allowed_tokens(batch: Batch) -> Allowed | None:
@@ -137,7 +146,7 @@ class _RlLoss:
     def _scores(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[TokenScores, Loads]:
         model = self.policy.params(params[POLICY] if self.settings.has_critic else params, ctx)
         hidden, stats = hidden_states(model, cfg, batch, ctx)
-        return policy_scores(model, cfg, hidden, batch, ctx, self.settings), loads_of(stats)
+        return policy_scores(model, cfg, hidden, batch, ctx, self.settings, banned_token(cfg)), loads_of(stats)
 
     def _value_loss(
         self, params: Params, cfg: ModelConfig, batch: Batch, mask: jax.Array, ctx: StepContext

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dovetail.core.errors import RecipeError
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.reporter import Progress
-from dovetail.data.example_encoder import example_encoder
+from dovetail.data.example_encoder import ExampleEncoder, example_encoder
+from dovetail.data.example_store import folder_of
 from dovetail.data.examples import ChatExample, TextExample, example
-from dovetail.data.records import BadRecords, open_records
-from dovetail.data.settings import TuningData
+from dovetail.data.pictures import Picture
+from dovetail.data.records import BadRecords, Record, open_records
+from dovetail.data.settings import Keys, TuningData
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment_factory import EnvironmentFactory
 
@@ -27,6 +32,7 @@ class PromptRecord:
     tokens: tuple[int, ...]  # the prompt as the policy is given it
     columns: dict[str, Any]  # the record without the prompt
     tools: Sequence[dict[str, Any]] = ()  # tools that the prompt shows, in OpenAI's format
+    images: tuple[Picture, ...] = ()  # of the prompt's image parts, in order
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ def open_prompts(
     records: Iterable[Any] | None = None,
     progress: Progress | None = None,
     environments: EnvironmentFactory | None = None,
+    processor: ImageProcessor | None = None,
 ) -> tuple[PromptSet, list[PromptRecord], int]:
     """Read the prompts of a run.
 
@@ -65,6 +72,7 @@ def open_prompts(
         records: Records of a program, in place of the recipe's sources.
         progress: Shows how far the reading is.
         environments: For agents: the environment adds to the prompts.
+        processor: The policy's image processor; None: prompts with images are refused.
 
     Returns:
         The prompts to train on, those held out, and how many were left out as too long.
@@ -72,26 +80,23 @@ def open_prompts(
     Raises:
         RecipeError: No prompt is left to train on.
     """
-    encoder, found, too_long = example_encoder(settings, tokenizer), [], 0
+    encoder, found, too_long = example_encoder(settings, tokenizer, processor=processor), [], 0
     for name, keys, each in open_records(settings, records, progress):
-        bad = BadRecords(settings.skip_bad_records, name)
+        bad, folder = BadRecords(settings.skip_bad_records, name), folder_of(name)
+
         for record in each:
-            read = bad.read(lambda record=record, keys=keys: example(record, "prompts", settings.format, keys))
-            if read is None:
+            side = bad.read(functools.partial(_read, record, settings, keys, encoder, folder))
+            if side is None:
                 continue
             given = {keys.prompt or "prompt", keys.messages or "messages"}
             columns = {name: value for name, value in record.fields.items() if name not in given}
-            side = read.sides[0]
             if environments:
-                side, ids = environments.prompt(side, len(found), columns)
-            else:
-                ids = encoder.prompt(side)
+                side = encoder.pictured(environments.prompt(side, len(found), columns), folder)
+            ids = environments.encoder.prompt(side) if environments else encoder.prompt(side)
             if len(ids) > max_prompt_length:
                 too_long += 1
-                continue
-            tools = side.tools or () if isinstance(side, ChatExample) else ()
-            prompt = side.prompt if isinstance(side, TextExample) else side.messages
-            found.append(PromptRecord(len(found), prompt, tuple(int(token) for token in ids), columns, tools))
+            else:
+                found.append(_prompt_record(len(found), side, ids, columns))
         bad.check()
     train, held_out = _split(found, settings)
     if not train:
@@ -101,6 +106,30 @@ def open_prompts(
             param="max_prompt_length",
         )
     return PromptSet(train, settings.seed), held_out, too_long
+
+
+def _read(
+    record: Record, settings: TuningData, keys: Keys, encoder: ExampleEncoder, folder: Path
+) -> ChatExample | TextExample:
+    """Return the prompt of a record with its images read; a UserError names the record."""
+    found = example(record, "prompts", settings.format, keys)
+    assert found is not None, "a prompt is never left out for having no answer"
+    try:
+        side = encoder.pictured(found.sides[0], folder)
+        if encoder.image_id >= 0:
+            encoder.prompt(side)  # refuses a text that spells image tokens
+        return side
+    except UserError as error:
+        raise UserError(f"{record.where()}: {error}", param=error.param, code=error.code) from error
+
+
+def _prompt_record(
+    index: int, side: ChatExample | TextExample, ids: Iterable[int], columns: dict[str, Any]
+) -> PromptRecord:
+    tokens = tuple(int(token) for token in ids)
+    if isinstance(side, TextExample):
+        return PromptRecord(index, side.prompt, tokens, columns)
+    return PromptRecord(index, side.messages, tokens, columns, side.tools or (), side.images)
 
 
 def _split(found: list[PromptRecord], settings: TuningData) -> tuple[list[PromptRecord], list[PromptRecord]]:

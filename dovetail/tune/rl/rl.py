@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dovetail.core.choice import require
 from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.reporter import Reporter
+from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
@@ -31,6 +32,7 @@ from dovetail.tune.rl.environment_runner import EnvironmentRunner
 from dovetail.tune.rl.episode_runner import Reply
 from dovetail.tune.rl.evaluation import Evaluator
 from dovetail.tune.rl.failures import Failures
+from dovetail.tune.rl.images import RolloutImages, max_patches
 from dovetail.tune.rl.journal import Journal
 from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
@@ -43,7 +45,7 @@ from dovetail.tune.rl.rollouts import RolloutParts, Rollouts
 from dovetail.tune.rl.sampler import PolicySampler
 from dovetail.tune.rl.settings import Rl, rl_rows_key
 from dovetail.tune.rl.tool_grammars import ToolGrammars
-from dovetail.tune.run import given_settings, tokenizer_of
+from dovetail.tune.run import given_settings, tokenizer_of, vision_of
 
 
 @dataclass(frozen=True)
@@ -155,16 +157,21 @@ class _Data:
                 "one process"
             )
         devices = max(1, jax.device_count() - settings.spare_devices)
-        settings = settings.with_steps(len(self.read(settings)[0].records)).filled(devices)
-        return with_teacher_cfg(settings)
+        prompts, held_out, _ = self.read(settings)
+        settings = settings.with_steps(len(prompts.records)).filled(devices)
+        return with_teacher_cfg(replace(settings, image_patches=max_patches((*prompts.records, *held_out))))
 
     def read(self, settings: Rl) -> tuple[PromptSet, list[PromptRecord], int]:
         if self._read is None:
             tokenizer, made = tokenizer_of(settings), self._functions.environment or settings.environment
-            environments = EnvironmentFactory.from_settings(made, settings, tokenizer) if made else None
+            vision = vision_of(settings)
+            processor = vision and vision[0]
+            environments = EnvironmentFactory.from_settings(made, settings, tokenizer, processor) if made else None
             with self._reporter.progress() as progress:
-                longest = settings.max_prompt_length
-                self._read = open_prompts(settings.data, tokenizer, longest, self._records, progress, environments)
+                self._read = open_prompts(
+                    settings.data, tokenizer, settings.max_prompt_length, self._records, progress,
+                    environments, processor,
+                )  # fmt: skip
         return self._read
 
 
@@ -184,7 +191,8 @@ def _open_rows(
     reporter.line(f"{len(prompts.records):,} prompts, {len(held_out):,} held out{left_out}")
     everything = {record.index: record for record in (*prompts.records, *held_out)}
     failures = Failures(reporter.line)
-    reply = _reply(settings, functions, tokenizer, [*everything.values()], failures)
+    vision = vision_of(settings)
+    reply = _reply(settings, functions, tokenizer, [*everything.values()], failures, vision and vision[0])
     columns = {name for record in prompts.records for name in record.columns}
     pool = _reward_pool(settings, functions, columns, has_environment=reply is not None)
     rewards = RewardAssigner(stack.enter_context(pool) if pool else None, tokenizer, failures)
@@ -192,14 +200,15 @@ def _open_rows(
     sampler = PolicySampler(settings, ready, tokenizer, drafter.model if drafter else None)
     calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everything.values())
     grammar = calls.grammar if calls else None
-    builder = BatchBuilder(settings, ready, functions.advantage, calls)
+    images = RolloutImages(*vision, everything.values()) if vision else None
+    builder = BatchBuilder(settings, ready, functions.advantage, calls, images)
     inputs = _inputs(settings, functions, (*prompts.records, *held_out), pool)
     journal = Journal(folder / "rollouts", fingerprint(inputs, settings.rollouts_key))
-    parts = RolloutParts(settings, prompts, sampler, rewards, builder, journal, reply, grammar, drafter)
+    parts = RolloutParts(settings, prompts, sampler, rewards, builder, journal, reply, grammar, drafter, images)
     rollouts = Rollouts(parts, Completions(folder, settings, everything))
     stack.callback(rollouts.close)
     evaluates = bool(held_out) and settings.eval.every > 0
-    evaluator = Evaluator(settings, held_out, sampler, rewards, reply, grammar) if evaluates else None
+    evaluator = Evaluator(settings, held_out, sampler, rewards, reply, grammar, images) if evaluates else None
     return Opened(rollouts, None, tokenizer, evaluator, inputs=inputs, rows_key=rl_rows_key)
 
 
@@ -208,7 +217,8 @@ def _inputs(
 ) -> dict[str, str]:
     """Return fingerprints of the inputs of a run: see train.saves."""
     where = ", ".join(source.path for source in settings.data.all_sources) or "of this program"
-    found = {f"data {where}": fingerprint([(record.tokens, record.columns) for record in records])}
+    files = [image.file for record in records for image in record.images]
+    found = {f"data {where}": fingerprint([(record.tokens, record.columns) for record in records], *files)}
     for reward in pool.rewards if pool else ():
         found[f"the reward {reward.name!r}"] = reward.fingerprint
     if made := functions.environment or settings.environment:
@@ -240,9 +250,14 @@ def _reward_pool(settings: Rl, functions: RlFunctions, columns: set[str], has_en
 
 
 def _reply(
-    settings: Rl, functions: RlFunctions, tokenizer: Tokenizer, records: Sequence[PromptRecord], failures: Failures
+    settings: Rl,
+    functions: RlFunctions,
+    tokenizer: Tokenizer,
+    records: Sequence[PromptRecord],
+    failures: Failures,
+    processor: ImageProcessor | None,
 ) -> Reply | None:
     made = functions.environment or settings.environment
     if not made:
         return None
-    return EnvironmentRunner.from_settings(made, settings, tokenizer, records, failures).reply
+    return EnvironmentRunner.from_settings(made, settings, tokenizer, records, failures, processor).reply

@@ -30,6 +30,7 @@ from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.drafter import PolicyDrafter
 from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.episode_runner import EpisodeGroup, EpisodeRunner, Grammar, Reply
+from dovetail.tune.rl.images import RolloutImages
 from dovetail.tune.rl.journal import Journal, JournalEntry, TrainedGroups
 from dovetail.tune.rl.prompts import PromptRecord, PromptSet
 from dovetail.tune.rl.reward_assigner import Computing, RewardAssigner
@@ -68,6 +69,7 @@ class RolloutParts:
     reply: Reply | None = None  # an environment's, if there is one
     grammar: Grammar | None = None  # constrains the turns of the policy
     drafter: PolicyDrafter | None = None  # trained on the rollouts
+    images: RolloutImages | None = None  # of the prompts, if the policy sees images
 
 
 class Rollouts:
@@ -274,7 +276,7 @@ class _RolloutRun:
         if not groups:
             return
         parts = self._parts
-        runner = EpisodeRunner(parts.sampler.llm, self._settings, parts.reply, parts.grammar)
+        runner = EpisodeRunner(parts.sampler.llm, self._settings, parts.reply, parts.grammar, images=parts.images)
         write = functools.partial(parts.journal.write_partial_turns, self._number)
         runner.run(groups, self._version, end, self._found.partial, write)
 

@@ -17,7 +17,7 @@ from dovetail.train.objective import hidden_states, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy
 from dovetail.tune.policy import frozen_model, head_of, policy_of, unembed_of
-from dovetail.tune.rl.objective import CRITIC, allowed_tokens, policy_scores, values_of
+from dovetail.tune.rl.objective import CRITIC, allowed_tokens, banned_token, policy_scores, values_of
 from dovetail.tune.rl.settings import POLICY, Rl
 
 
@@ -87,15 +87,16 @@ class RowScorer:
             own = compute_copy(params, self._ready.specs, ctx.compute)
             model = self._policy.params(own[POLICY] if settings.has_critic else own, ctx)
             hidden, _ = hidden_states(model, cfg, batch, ctx)
-            scores = policy_scores(model, cfg, hidden, batch, ctx, settings)
+            scores = policy_scores(model, cfg, hidden, batch, ctx, settings, banned_token(cfg))
             found = {"old": scores.logprobs}
             if settings.selects_tokens:
                 assert scores.entropy is not None
                 found["entropy"] = scores.entropy
             if settings.reshapes_logits:
                 found["plain"] = token_logprobs(
-                    hidden, head_of(model, cfg), batch.targets, allowed=allowed_tokens(batch), **unembed_of(cfg, ctx)
-                )
+                    hidden, head_of(model, cfg), batch.targets, allowed=allowed_tokens(batch),
+                    banned=banned_token(cfg), **unembed_of(cfg, ctx),
+                )  # fmt: skip
             if settings.has_critic:
                 found["values"] = values_of(own[CRITIC], self._policy, cfg, batch, ctx)
         return found
@@ -113,7 +114,8 @@ class RowScorer:
         ctx = dataclasses.replace(self._ctx, placement=own) if own else self._ctx
         with ctx.compute.products(ctx.platform):
             hidden, _ = hidden_states(model, cfg, batch, ctx)
-            return policy_scores(model, cfg, hidden, batch, ctx, self._settings).logprobs
+            banned = banned_token(self._ready.cfg)
+            return policy_scores(model, cfg, hidden, batch, ctx, self._settings, banned).logprobs
 
 
 def _reference_placement(settings: Rl, ready: Ready) -> Placement | None:

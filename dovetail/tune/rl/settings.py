@@ -14,8 +14,8 @@ from dovetail.core.spec import num_params
 from dovetail.core.training import Optimizer, Precision, StepModels
 from dovetail.data.settings import TuningData
 from dovetail.models.config import ModelConfig
-from dovetail.models.lora import outer_names, saved_names
-from dovetail.models.spec import spec
+from dovetail.models.lora import lora_spec, outer_names, saved_names
+from dovetail.models.spec import VISION, spec
 from dovetail.plan.serve_memory import beside_trainer, rollout_pool
 from dovetail.tune.rl.algorithms import (
     ALGORITHMS,
@@ -28,7 +28,7 @@ from dovetail.tune.rl.algorithms import (
     loss_of,
     policy_loss_of,
 )
-from dovetail.tune.rl.sections import Critic, RlEval, RlReference, RolloutEngine, RolloutSpeculation, Sampling
+from dovetail.tune.rl.sections import DSPARK, Critic, RlEval, RlReference, RolloutEngine, RolloutSpeculation, Sampling
 from dovetail.tune.sections import Distillation, SampleSettings
 from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning, rows_key, with_teacher
 
@@ -45,6 +45,7 @@ POLICY = "policy"  # the key of the policy in the trained tree, if there is a cr
 class Rl(Tuning):
     """RL of a policy on rewards for its own completions."""
 
+    takes_images: ClassVar[bool] = True
     # Earlier names of keys, and keys that are at the top level in TRL.
     RENAMED: ClassVar[Mapping[str, str]] = {
         "group_size": "num_generations", "max_prompt": "max_prompt_length", "max_tokens": "max_completion_length",
@@ -329,6 +330,18 @@ def check_rl_model(settings: Rl, cfg: ModelConfig) -> None:
         "lora.target_modules and lora.modules_to_save must not name embed_tokens or lm_head in RL: the engine does "
         "not serve such an adapter while it is trained. Leave them out",
         param="lora.target_modules",
+    )
+    require(
+        not settings.lora or VISION not in lora_spec(cfg, settings.lora),
+        "lora.target_modules must not name the vision tower or its projector in RL: the engine serves adapters of the "
+        "language model alone. Leave them out, or train all weights",
+        param="lora.target_modules",
+    )
+    require(
+        not settings.image_patches or settings.speculation.kind != DSPARK,
+        f"speculation.kind={DSPARK} is not supported with images, which its drafter is not trained on: leave "
+        "speculation out",
+        param="speculation.kind",
     )
 
 

@@ -11,14 +11,16 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dovetail.core.errors import RecipeError, UserError
 from dovetail.data.example_encoder import ExampleEncoder
-from dovetail.data.examples import ChatExample, TextExample
+from dovetail.data.examples import ChatExample, TextExample, placed_images
 from dovetail.data.messages import Messages, say
+from dovetail.data.pictures import Picture
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import ToolCall
 from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
@@ -155,12 +157,18 @@ class TurnEncoder:
         """Return the tokens up to the policy's first turn."""
         if isinstance(example, ChatExample) and example.tools and self._must_describe(example.tools):
             messages = spell(example.messages, example.tools)
-            example = ChatExample(messages, None, len(messages))
+            example = replace(example, messages=messages, tools=None, first=len(messages))
         return [int(token) for token in self._encoder.prompt(example)]
 
     def text(self, observation: str) -> list[int]:
         """Return the tokens of an observation in an episode of plain text."""
-        return self._tokenizer.encode(observation, add_special=False)
+        return self._encoder.text(observation)
+
+    def with_pictures(self, observation: Messages) -> tuple[Messages, tuple[Picture, ...]]:
+        """Return the messages of an observation with bare image parts, and their images read and processed."""
+        found = self._encoder.pictured(placed_images(ChatExample(observation)), Path())
+        assert isinstance(found, ChatExample)
+        return found.messages, found.images
 
     def parser(self, is_chat: bool, tools: Tools) -> TurnParser:
         """Return the parser of the policy's turns."""
@@ -171,7 +179,14 @@ class TurnEncoder:
             self._parsers[key] = TurnParser(self._tokenizer, template)
         return self._parsers[key]
 
-    def between(self, before: Messages, observation: Messages, tools: Tools, has_end: bool) -> list[int]:
+    def between(
+        self,
+        before: Messages,
+        observation: Messages,
+        tools: Tools,
+        has_end: bool,
+        images: Sequence[Picture] = (),
+    ) -> list[int]:
         """Return the tokens from the end of the policy's last turn to the beginning of its next.
 
         Args:
@@ -179,10 +194,11 @@ class TurnEncoder:
             observation: The messages after the last turn.
             tools: The tools that the prompt shows.
             has_end: Whether the sampled turn has its end token; after a stop string the template adds it.
+            images: Those of the observation.
         """
         if PLACEHOLDER in json.dumps(observation, ensure_ascii=False):
             raise UserError("an observation must not contain the noncharacter U+FDD0", param="observation")
-        tail = self._tail([*before, *observation], tools, continues=True)
+        tail = self._tail([*before, *observation], tools, continues=True, images=images)
         end = self._end_index(tail)
         if end is None or not self._template_ends(before, tools):
             return tail
@@ -208,12 +224,12 @@ class TurnEncoder:
             self._writes_end[has_calls] = self._end_index(tail) is not None
         return self._writes_end[has_calls]
 
-    def _tail(self, messages: Messages, tools: Tools, continues: bool) -> list[int]:
+    def _tail(self, messages: Messages, tools: Tools, continues: bool, images: Sequence[Picture] = ()) -> list[int]:
         """Return the tokens after the last placeholder."""
         _, separator, tail = self._render(messages, tools, continues).rpartition(PLACEHOLDER)
         if not separator:
             raise self._refusal("does not write the assistant's text")
-        return self._tokenizer.encode(tail, add_special=False) if tail else []
+        return self._encoder.text(tail, images) if tail else []
 
     def _render(self, messages: Messages, tools: Tools, continues: bool) -> str:
         if tools and self._must_describe(tools):
@@ -252,8 +268,9 @@ def with_observation(example: ChatExample | TextExample, observation: Any) -> Ch
         return example
     if isinstance(example, TextExample):
         return replace(example, prompt=example.prompt + observation_text(observation))
-    messages = [*example.messages, *observation_messages(observation)]
-    return replace(example, messages=messages, first=len(messages))
+    shown = placed_images(ChatExample(observation_messages(observation)))
+    messages = [*example.messages, *shown.messages]
+    return replace(example, messages=messages, first=len(messages), images=example.images + shown.images)
 
 
 def observation_messages(observation: Any) -> Messages:

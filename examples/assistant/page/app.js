@@ -285,6 +285,7 @@ function showModels(found) {
   $("models").replaceChildren(...(models.length > 1 ? models.map(modelSwitch) : []));
   const model = models.find(({ label }) => label === chosen);
   $("file").disabled = Boolean(model?.no_images);
+  $("plate").hidden = Boolean(model?.no_images);
   $("attach").title = model?.no_images || "Add a photo";
   $("hint").textContent = model?.error || model?.no_images || "";
   $("hint").hidden = !$("hint").textContent;
@@ -415,7 +416,14 @@ $("file").addEventListener("change", () => attach($("file").files[0]));
 $("preview").querySelector("button").addEventListener("click", () => setPicture(null));
 $("before").addEventListener("click", () => moveDay(-1));
 $("after").addEventListener("click", () => moveDay(1));
-for (const idea of document.querySelectorAll(".idea")) idea.addEventListener("click", () => send(idea.textContent));
+for (const idea of document.querySelectorAll(".idea:not(#plate)")) idea.addEventListener("click", () => send(idea.textContent));
+$("plate").addEventListener("click", async () => {
+  try {
+    attach(await (await request("/api/plate")).blob());
+  } catch (error) {
+    alertUser(error.message);
+  }
+});
 $("toggle").addEventListener("click", () => {
   document.body.classList.toggle("day");
   showToggle();

@@ -18,6 +18,7 @@ from dovetail.models.decoder import init_cache
 from dovetail.models.draft.dflash import DFlash
 from dovetail.models.draft.dflash_config import parse_dflash
 from dovetail.models.draft.draft import DraftCall, Target
+from dovetail.models.draft.registry import draft_kind
 from dovetail.models.registry import parse_config
 
 V, D, U, PAGE = 61, 32, 20, 4
@@ -37,6 +38,7 @@ ZLAB = dict(
     LAYER, architectures=["DFlashDraftModel"], block_size=6, num_target_layers=6,
     dflash_config=dict(mask_token_id=V - 1, target_layer_ids=[1, 2, 4]),
 )  # fmt: skip
+DFLASH2 = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=4)
 SLIDING = dict(LAYER, layer_types=["sliding_attention", "full_attention"], sliding_window=5)
 CONFIGS = {
     "dflash": SPECULATORS,
@@ -44,6 +46,7 @@ CONFIGS = {
     "dspark without the anchor": dict(DSPARK, sample_from_anchor=False),
     "z-lab": ZLAB,
     "causal window": dict(SPECULATORS, transformer_layer_config=SLIDING),
+    "dflash2": dict(SPECULATORS, speculators_model_type="dflash2", transformer_layer_config=SLIDING, **DFLASH2),
     "window both ways": dict(SPECULATORS, transformer_layer_config=SLIDING, sliding_window_non_causal=True),
 }
 
@@ -97,6 +100,34 @@ def attention(model, layer, p, x, context, slots):
     return np.einsum("qnh,dnh->qd", out, p["o"])
 
 
+def convolved(model, p, x, side, state):
+    """Convolve x [slots, D] as one side of a half of a layer does, given the half's normed state."""
+    G, out = D // model.conv.group_size, np.zeros_like(x)
+    delta = (state @ p["projection"].T).reshape(len(x), 2, model.conv.taps, G).repeat(model.conv.group_size, -1)
+    for t in range(len(x)):
+        for i in range(min(t + 1, model.conv.taps)):
+            out[t] += x[t - i] * (p["base"][side, i] + delta[t, side, i])
+    return out
+
+
+def half(model, p, name, state, inner):
+    if model.conv is None:
+        return inner(state)
+    own = p[f"{name}_conv"]
+    return convolved(model, own, inner(convolved(model, own, state, 0, state)), 1, state)
+
+
+def mlp(p, h):
+    gate, up = h @ p["gate"].T, h @ p["up"].T
+    return (gate / (1 + np.exp(-gate)) * up) @ p["down"].T
+
+
+def selected(model, p, row, hidden, previous):
+    """Return the candidates in the order of their ids, and their scores."""
+    ids = np.sort(np.argsort(-row)[: model.selector.top_k])
+    return ids, row[ids] + p["after"][ids] @ (p["before"][previous] * (p["projection"] @ hidden))
+
+
 def reference(model, params, goal, tapped, newest, count):
     """Return the greedy drafts of one sequence, and the logits [count, U] that they are chosen by."""
     params, embed = jax.tree.map(np.asarray, (params, goal.params["embed"]))
@@ -104,12 +135,20 @@ def reference(model, params, goal, tapped, newest, count):
     slots = count if model.sample_from_anchor else count + 1
     x = embed[[newest] + [model.mask_token_id] * (slots - 1)]
     for layer, p in zip(model.layers, params["layers"], strict=True):
-        x = x + attention(model, layer, p["attn"], norm(x, p["attn_norm"]), context, slots)
-        h = norm(x, p["mlp_norm"])
-        gate, up = h @ p["mlp"]["gate"].T, h @ p["mlp"]["up"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ p["mlp"]["down"].T
-    logits = norm(x, params["norm"])[-count:] @ (params["head"] if model.own_head else embed).T
+        attend = functools.partial(attention, model, layer, p["attn"], context=context, slots=slots)
+        x = x + half(model, p, "attn", norm(x, p["attn_norm"]), attend)
+        x = x + half(model, p, "mlp", norm(x, p["mlp_norm"]), functools.partial(mlp, p["mlp"]))
+    hidden = norm(x, params["norm"])[-count:]
+    logits = hidden @ (params["head"] if model.own_head else embed).T
     drafts, previous = [], newest
+    if model.selector:
+        rows = []
+        for row, h in zip(logits, hidden, strict=True):
+            ids, scores = selected(model, params["selector"], row, h, previous)
+            previous = int(ids[scores.argmax()])
+            drafts.append(previous)
+            rows.append(scores)
+        return drafts, np.stack(rows)
     for row in logits:
         if model.markov_rank:
             row += params["markov"]["w2"] @ params["markov"]["w1"][previous]
@@ -217,17 +256,18 @@ def test_a_shorter_draft_computes_fewer_slots_and_leaves_the_context_alone():
 # --- speculators' own classes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
 def test_drafts_equal_those_of_speculators(kind):
     torch = pytest.importorskip("torch")
     core = pytest.importorskip(f"speculators.models.{kind}.core")
     config = pytest.importorskip(f"speculators.models.{kind}.config")
     from transformers import Qwen3Config
 
-    hf = dict(DSPARK if kind == "dspark" else SPECULATORS)
-    own = Qwen3Config(**{k: v for k, v in LAYER.items() if k != "model_type"})
+    hf = dict(CONFIGS[kind])
+    layer = {k: v for k, v in hf["transformer_layer_config"].items() if k != "model_type"}
+    own = Qwen3Config(**layer, use_sliding_window="sliding_window" in layer)
     own._attn_implementation = "eager"
-    of = {"dflash": "DFlash", "dspark": "DSpark"}[kind]
+    of = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}[kind]
     theirs = getattr(core, f"{of}DraftModel")(
         getattr(config, f"{of}SpeculatorConfig")(**hf | dict(transformer_layer_config=own))
     ).eval()
@@ -257,6 +297,10 @@ def test_drafts_equal_those_of_speculators(kind):
         if kind == "dspark":
             block = ids[:, n : n + model.block_size]
             logits = logits + theirs.markov_head.block_bias(prev_token_ids=block, hidden_states=hidden)
+        if kind == "dflash2":
+            before = torch.tensor([[newest, newest, *drafts[:-1]]])
+            ids, scores = theirs.candidate_selector.select(logits, hidden, before)
+            logits = torch.stack([x[i.argsort()] for x, i in zip(scores[0], ids[0], strict=True)])[None]
     cache = init_cache(model.cfg, 8, PAGE, jnp.float32)
     cache = absorbed(model, params, goal, cache, np.arange(8)[None], np.asarray([n]), [tapped], n)
     ctx = paged(np.arange(8)[None], np.asarray([n]), np.ones(1, int))
@@ -279,6 +323,17 @@ def test_newer_z_lab_configs_have_the_block_size_in_their_section():
     newer = {k: v for k, v in ZLAB.items() if k != "block_size"}
     newer["dflash_config"] = newer["dflash_config"] | dict(block_size=4)
     assert parse_dflash(newer, TARGET).block_size == 4
+
+
+def test_dflash_2_of_both_layouts():
+    config = ZLAB | dict(architectures=["DFlash2DraftModel"], dflash_config=ZLAB["dflash_config"] | DFLASH2)
+    theirs, ours = parse_dflash(config, TARGET), parse_dflash(CONFIGS["dflash2"], TARGET)
+    assert theirs.conv == ours.conv and theirs.selector == ours.selector and theirs.selector.top_k == 4
+    assert draft_kind(config) == draft_kind(CONFIGS["dflash2"]) == "dflash"
+    names = {one.stored.names[0]: one.shape for _, one in leaves(theirs.spec())}
+    assert names["layers.1.mlp_conv.kernel_projection.weight"] == (16, D)
+    assert names["layers.0.attention_conv.base_kernel"] == (2, 2, D)
+    assert names["candidate_selector.successor_codebook"] == (V, 8)
 
 
 def test_a_sliding_layer_is_causal_unless_the_config_says_otherwise():
@@ -330,6 +385,7 @@ def test_refusals_of_speculators_configs(change, param, kind):
         (dict(block_size=None), "block_size", CheckpointError),
         (dict(num_target_layers=36), "num_target_layers", CheckpointError),
         (dict(dflash_config=ZLAB["dflash_config"] | dict(selector=16)), "dflash_config.selector", UnsupportedError),
+        (dict(architectures=["DFlash2DraftModel"]), "dflash_config.conv_kernel_size", CheckpointError),
     ],
 )
 def test_refusals_of_z_lab_configs(change, param, kind):

@@ -17,7 +17,9 @@ def written(folder, key):
     found = journal(folder, key)
     found.read(0)
     for rollout in (0, 1):
-        found.write_episodes(rollout, [new_episode(EpisodeId(0, 0), 0, [5, 6], rollout)])
+        episode = new_episode(EpisodeId(0, 0), 0, [5, 6], rollout)
+        episode.images = ["AAE="] * rollout
+        found.write_episodes(rollout, [episode])
         found.write_trained_groups(rollout, [(0, 0)])
     found.write_scores(0, [{"old": np.array([0, -0.1], np.float32), "values": np.array([0, 1 / 3], np.float32)}, {}])
     found.close()
@@ -38,6 +40,7 @@ def test_scores_are_read_bit_for_bit_and_removed_with_their_rollout(tmp_path):
 def test_a_journal_with_another_key_is_not_read(tmp_path):
     written(tmp_path, "key")
     assert journal(tmp_path, "key").read(1).trained == [(0, 0)]
+    assert journal(tmp_path, "key").read(1).episodes[EpisodeId(0, 0)].images == ["AAE="]
     journal(tmp_path, "another")  # not read yet: nothing is removed
     assert journal(tmp_path).read(1).trained == [(0, 0)]
     assert journal(tmp_path, "another").read(1).trained is None

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from refusals import refuses
+from safetensors.numpy import load_file
 from tune.rl.small_runs import run
 from tune.small_models import metrics, model_folder
 
@@ -17,6 +18,8 @@ from dovetail.core.recipe import create
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.spec.draft_length import DraftLength
 from dovetail.engine.spec.suffix import SuffixDrafter
+from dovetail.io.draft_folder import load_draft
+from dovetail.io.load import config_of
 from dovetail.tune.rl.settings import Rl
 
 SPECULATION = {"kind": "suffix", "num_speculative_tokens": 3, "refresh": 2}
@@ -81,6 +84,9 @@ def test_a_drafter_learns_from_rollouts_and_resumes(tmp_path, always):
     found = losses(straight, "drafter_loss")
     assert len(found) == 2 and found[1] < found[0]  # after the first and the third rollout
     assert max(losses(straight, "accepted_length")) > 1
+    exported = exported_of(straight)
+    draft, weights = load_draft(exported, config_of(str(exported.parent)), "float32")
+    assert draft.most == 3 and draft.markov_rank and np.abs(weights["markov"]["w2"]).max() > 0
     run(tmp_path, name="resumed", steps=2, **changes)
     resumed = run(tmp_path, name="resumed", steps=4, **changes).folder
     assert losses(resumed, "drafter_loss") == pytest.approx(found, rel=1e-5)
@@ -105,9 +111,18 @@ def test_a_drafter_of_a_folder_with_adapters_and_its_own_vocabulary(tmp_path, al
     changes |= {"speculation": {"kind": "dspark", "model": str(tmp_path / "drafter"), "refresh": 1, "updates": 2}}
     drafted = run(tmp_path, name="drafted", **changes).folder
     assert completions(drafted) == completions(tmp_path / "plain") and len(losses(drafted, "drafter_loss")) == 2
+    given, found = (load_file(place / "model.safetensors") for place in (tmp_path / "drafter", exported_of(drafted)))
+    assert given.keys() == found.keys() and not np.array_equal(given["fc.weight"], found["fc.weight"])
+    for name in ("d2t", "t2d", "lm_head.weight"):  # the head is the base model's, which adapters do not change
+        np.testing.assert_array_equal(given[name], found[name])
     changes["speculation"]["num_speculative_tokens"] = 4
     with refuses("speculation.num_speculative_tokens", RecipeError, naming="at most 3"):
         run(tmp_path, name="refused", **changes)
+
+
+def exported_of(folder: Path) -> Path:
+    (found,) = folder.glob("export/step_*/drafter")
+    return found
 
 
 @pytest.mark.parametrize(

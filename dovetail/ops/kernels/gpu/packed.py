@@ -3,7 +3,8 @@
 If the maximum number of documents per row is known, cuDNN gets the start and end of each: nothing is computed between
 two of them and there is no mask in memory. Each possible document costs a little (8 x 4096 tokens of 32 heads, forward
 and backward on an H200: 5.5 ms for one document, 6.6 ms for up to 16, 9.2 ms for up to 64), so callers should pass it;
-otherwise a mask separates documents.
+otherwise a mask separates documents. Images whose tokens see each other need a mask too, [B, 1, T, T] in bf16, as do
+its gradients, which cuDNN always writes: 256 MiB for a row of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.types import Packed
-from dovetail.ops.packed import is_visible
+from dovetail.ops.packed import is_visible, same_image
 
 
 def packed_attention(q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None):
     """Attend as ops.packed.packed_attention does; cuDNN has no soft caps and sinks (see choose_packed)."""
     assert softcap is None and sinks is None
+    if ctx.image_ids is not None:
+        return _masked(q, k, v, ctx.segment_ids, ctx.segment_ids, ctx.image_ids, scale, window)
     if ctx.documents is not None and ctx.documents > 1:
         return _with_bounds(q, k, v, ctx.segment_ids, ctx.documents + 1, scale, window)  # padding is one more
     mask = None  # one document: the padding behind it sees it, and the padding's results are not used
@@ -72,9 +75,15 @@ def gathered_attention(
     cuDNN's own causal mask assumes that queries are the first of their keys, so all of it is in the mask given.
     """
     assert softcap is None and sinks is None
+    return _masked(q, k, v, ctx.segment_ids, key_segments, None, scale, window, implementation)
+
+
+def _masked(q, k, v, segments, key_segments, images, scale, window, implementation: Any = "cudnn"):
+    """Attend with a mask in memory, [B, 1, T, S]; the queries are the last of their keys."""
     T, S = q.shape[1], k.shape[1]
-    same = ctx.segment_ids[:, :, None] == key_segments[:, None, :]
-    visible = same & is_visible(S - T + jnp.arange(T)[:, None], jnp.arange(S), window)
+    same = segments[:, :, None] == key_segments[:, None, :]
+    also = None if images is None else same_image(images, images)
+    visible = same & is_visible(S - T + jnp.arange(T)[:, None], jnp.arange(S), window, also)
     return jax.nn.dot_product_attention(
         q, k, v, mask=visible[:, None], scale=scale, implementation=implementation
     ).astype(q.dtype)

@@ -57,13 +57,13 @@ def paged_attention(
     block = block or (64 if decode else 32)
     kernel = functools.partial(
         _kernel, N=N, K=K, page_size=pages.shape[1], rows=rows, group=group, block=block, splits=splits,
-        decode=decode, scale=scale, window=window, softcap=softcap,
+        decode=decode, scale=scale, window=window, softcap=softcap, block_mask=ctx.last_seen is not None,
     )  # fmt: skip
     out_shape = [
         jax.ShapeDtypeStruct((splits * T * N, H), jnp.float32 if splits > 1 else q.dtype),
         jax.ShapeDtypeStruct((splits * T * N,), jnp.float32),
     ]
-    given = [] if sinks is None else [sinks]
+    given = [x for x in (sinks, ctx.last_seen) if x is not None]
     out, lse = pl.pallas_call(
         kernel,
         grid=(K * tile_seq.shape[0], splits),  # heads first: those of a page lie side by side and are read together
@@ -97,13 +97,15 @@ def _splits(programs: int, max_keys: int, decode: bool) -> int:
 def _kernel(
     seq_ref, first_ref, count_ref, position_ref, tables_ref, q_ref, pages_ref, *refs,
     N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, decode: bool, scale: float,
-    window: int | None, softcap: float | None,
+    window: int | None, softcap: float | None, block_mask: bool,
 ):  # fmt: skip
     """Attend one tile: q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H], all indexed by row.
 
-    A sink takes a share of the softmax and has no value: the first part begins with it.
+    A sink takes a share of the softmax and has no value: the first part begins with it. With `block_mask`, the last of
+    the given arrays is `Paged.last_seen`.
     """
     *sinks, out_ref, lse_ref = refs
+    last_seen_ref = sinks.pop() if block_mask else None
     head, tile, split = pl.program_id(0) % K, pl.program_id(0) // K, pl.program_id(1)
     H, G = q_ref.shape[1], N // K
     seq, first, count, position = seq_ref[tile], first_ref[tile], count_ref[tile], position_ref[tile]
@@ -116,9 +118,13 @@ def _kernel(
     # the approximate one, of 11 bits, would be all that is left of f32
     tanh = jnp.tanh if q_ref.dtype == jnp.float32 else plgpu.approx_tanh
     q = plgpu.load(q_ref.at[place[:, None], lanes], mask=real[:, None], other=0.0)
+    last, reach = q_pos, count  # the last key that each row sees; the keys that the tile sees, from its first token on
+    if last_seen_ref is not None:
+        last = jnp.maximum(q_pos, plgpu.load(last_seen_ref.at[first + offset], mask=real, other=0))
+        reach = jnp.maximum(count, jnp.where(real, last, 0).max() + 1 - position)
 
     begin = jnp.maximum(position - window + 1, 0) // block if window else 0
-    end = pl.cdiv(position + count, block)
+    end = pl.cdiv(position + reach, block)
     share = pl.cdiv(end - begin, splits)
     begin = begin + split * share
     end = jnp.minimum(begin + share, end)
@@ -126,7 +132,7 @@ def _kernel(
     def step(j, carry, all_visible=False):
         top, total, out = carry
         k_pos = j * block + jnp.arange(block)
-        in_use = k_pos < position + count
+        in_use = k_pos < position + reach
         known = k_pos if all_visible else jnp.where(in_use, k_pos, 0)
         page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), known // page_size])
         k_row = ((page * page_size + k_pos % page_size) * (2 * K) + 2 * head)[:, None]
@@ -137,7 +143,8 @@ def _kernel(
         if softcap is not None:
             scores = tanh(scores) * (softcap * LOG2E)
         distance = q_pos[:, None] - k_pos[None, :]
-        visible = (distance >= 0) & (distance < window) if window else distance >= 0
+        visible = distance >= 0 if last_seen_ref is None else k_pos[None, :] <= last[:, None]
+        visible = visible & (distance < window) if window else visible
         scores = scores if all_visible else jnp.where(visible, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(axis=1))
         weights = jnp.exp2(scores - new_top[:, None])

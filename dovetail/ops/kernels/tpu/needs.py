@@ -22,8 +22,13 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 TOO_OLD = ("TPU v2", "TPU v3")
 
 
-def why_not_splash(q: Any, sinks: Any = None) -> str | None:
+IMAGE_ROW = 1 << 16  # tokens of a row, at most, in which image tokens see each other (see packed.AHEAD_BITS)
+
+
+def why_not_splash(q: Any, sinks: Any = None, block_mask: bool = False) -> str | None:
     """Return why upstream's packed kernel cannot take q [B, T, N, H]."""
+    if block_mask and q.shape[1] > IMAGE_ROW:
+        return f"with images it takes rows of at most {IMAGE_ROW} tokens, and these have {q.shape[1]}"
     return "it does not support sinks" if sinks is not None else why_not_rows(q)
 
 
@@ -42,9 +47,11 @@ def why_not_ragged(
     sinks: Any = None,
     placement: Placement | None = None,
     tables: Any = None,  # [S, M]
+    block_mask: bool = False,
 ) -> str | None:
     """Return why upstream's kernel over pages [P, page, 2K, H] cannot take a call."""
-    reason = why_not_heads(q.shape[-1], q.dtype, kv_heads, sinks is not None, placement) or why_not_chip(placement)
+    reason = why_not_heads(q.shape[-1], q.dtype, kv_heads, sinks is not None, placement, block_mask)
+    reason = reason or why_not_chip(placement)
     if reason is None and tables is not None and table_bytes(*tables.shape) > TABLE_BYTES:
         size, most = (bytes / MIB for bytes in (table_bytes(*tables.shape), TABLE_BYTES))
         reason = f"its table of pages would take {size:.1f} MiB of SMEM, and it has room for {most:.1f}: longer pages"
@@ -52,7 +59,12 @@ def why_not_ragged(
 
 
 def why_not_heads(
-    head_dim: int, dtype: Any, kv_heads: int, has_sinks: bool, placement: Placement | None = None
+    head_dim: int,
+    dtype: Any,
+    kv_heads: int,
+    has_sinks: bool,
+    placement: Placement | None = None,
+    block_mask: bool = False,
 ) -> str | None:
     """Return why upstream's kernel cannot read pages [P, page, 2K, H], or XLA does not lay them out row by row."""
     here = heads_here(kv_heads, placement)[0]
@@ -64,6 +76,7 @@ def why_not_heads(
             head_dim > 128 and (rows, odd) != (1, 0)
         ),
         "it does not support sinks": has_sinks,
+        "it is causal, and image tokens see each other here": block_mask,
         f"it takes bf16 and f32, and this is {jnp.dtype(dtype)}": dtype not in DTYPES,
         f"it cannot tile {here} key heads on a device: in bf16 1, 2, 4 or a multiple of 8": (
             odd > 0 or not (rows in (1, 2, 4, 8) or rows % 8 == 0)

@@ -2,10 +2,14 @@
 
 tokamax's knows sinks, and its backward pass is one kernel. It is imported from its private module: the public call has
 no name for what a checkpoint is to keep, and would run the forward pass again.
+
+Images whose tokens see each other are in upstream's kernel as a mask that it computes, block by block, from one number
+of each query: no mask is in memory, and blocks of keys that no query sees are skipped, as in a causal mask.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +40,66 @@ def packed_attention(
         interpret=interpret,
     )
     segments = splash.SegmentIds(ctx.segment_ids, ctx.segment_ids)
+    if ctx.image_ids is not None:
+        run, limits = _block_mask(kernel, last_seen(ctx.image_ids), window)
+        return over_heads(run, q, k, v, (segments, limits), scale)
     return over_heads(kernel, q, k, v, segments, scale)
+
+
+def last_seen(image_ids: jax.Array) -> jax.Array:
+    """Return [B, T] the last token that each one sees: that of its image, a run of equal ids, or itself if it is text.
+
+    It never falls along a row.
+    """
+    T = image_ids.shape[1]
+    ends = jnp.pad(image_ids[:, 1:] != image_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True) | (image_ids == 0)
+    return jax.lax.cummin(jnp.where(ends, jnp.arange(T, dtype=jnp.int32), T - 1), axis=1, reverse=True)
+
+
+def _block_mask(kernel: Any, last: jax.Array, window: int | None) -> tuple[Callable, jax.Array]:
+    """Return a kernel that also takes limits [T] beside the segments of a row, and the limits [B, T] of all rows.
+
+    They hold each query's place and how far ahead it sees. A block is skipped if no row has a query that sees a key of
+    it: then the index of one that is seen stands for it, which is in memory already.
+    """
+    (B, T), size = last.shape, blocks(last.shape[1])["block_q"]
+    block = jnp.arange(T // size)
+    end = last.reshape(B, -1, size).max(axis=(0, 2)) // size  # of the keys' blocks that each of the queries' sees
+    start = jnp.maximum(block * size - window + 1, 0) // size if window else jnp.zeros_like(block)
+    seen = (start[:, None] <= block) & (block <= end[:, None])
+    keys = jnp.clip(block, start[:, None], end[:, None])
+    first = jnp.sum(end[:, None] < block, axis=0)  # of the queries' blocks that see each of the keys'
+    queries = jnp.clip(block[:, None], first, jnp.sum(start[:, None] <= block, axis=0) - 1)
+    small = jnp.int8 if len(block) <= 127 else jnp.int16  # they go to SMEM
+    infos, options = kernel.tree_flatten()
+    options = options | dict(mask_function=_sees(window))
+    nexts = [(keys if info is not infos[-1] else queries).astype(small)[None] for info in infos]
+
+    def run(q, k, v, given):
+        segments, limits = given
+        own = [
+            info._replace(data_next=next, block_mask=seen.astype(small)[None], q_sequence=limits)
+            for info, next in zip(infos, nexts, strict=True)
+        ]
+        return type(kernel)(*own, **options)(q, k, v, segments)
+
+    place = jnp.arange(T, dtype=jnp.int32)
+    return run, (place << AHEAD_BITS) | (last - place)
+
+
+AHEAD_BITS = 16  # of a limit, for how far ahead a query sees; the others are for its place (see needs.IMAGE_ROW)
+
+
+@functools.cache  # the same function for the same window: it is a static argument of the kernel
+def _sees(window: int | None) -> Callable:
+    """Return the mask of the limits of queries, and the places of keys."""
+
+    def sees(limits: jax.Array, key: jax.Array) -> jax.Array:
+        place = jax.lax.shift_right_logical(limits, jnp.full_like(limits, AHEAD_BITS))
+        visible = key <= place + (limits & ((1 << AHEAD_BITS) - 1))
+        return visible & (place - key < window) if window else visible
+
+    return sees
 
 
 def over_heads(kernel: Callable, q, k, v, segments: Any, scale: float, *of_heads: jax.Array) -> jax.Array:

@@ -4,7 +4,8 @@ Upstream's takes our pages and tables unchanged. It looks up its block sizes by 
 another machine lowers for a TPU: they are given here.
 
 Ours reads flat pages [P, page, W], where a token is one row, its heads' keys and values side by side. It is for what
-upstream's kernel does not support: head dims other than multiples of 128, any number of key heads, sinks, latents.
+upstream's kernel does not support: head dims other than multiples of 128, any number of key heads, sinks, latents, and
+images whose tokens see each other.
 Pages are flat because XLA stores [.., 2K, H] row by row only if 2K and H fill its tiles; otherwise it transposes the
 page to save memory, and copies the whole pool for a kernel, which needs rows. Here a row is a whole number of tiles
 whatever K and H are, and a head is a slice of its lanes.
@@ -75,6 +76,7 @@ class KernelPlan(NamedTuple):
     window: int | None
     softcap: float | None
     has_sinks: bool
+    block_mask: bool
 
 
 def flat_attention(
@@ -90,14 +92,17 @@ def flat_attention(
     rank: int | None = None,  # of latents: a row is one key of H numbers for all heads, the first `rank` its value
     interpret: Any = False,
 ) -> jax.Array:
-    """Return [T, N, H], or [T, N, rank]: each token attends to its sequence's pages up to itself."""
+    """Return [T, N, H], or [T, N, rank]: each token attends to its sequence's pages up to itself, or its last seen."""
     (T, N, H), K = q.shape, kv_heads
     cut = tiling(q.shape, ctx.kv_lens.shape[0], K, pages, rank)
     seq, first, count, position = tiles_of(ctx, T, cut.tokens)
     tables = ctx.block_tables[:, None]  # [S, 1, M]: a block of it is a whole row
     tiles = _queries(q, first, cut)
-    run = _call(KernelPlan(cut, scale, window, softcap, sinks is not None), tiles, pages, tables.shape[-1], interpret)
-    out = run(seq, position, count, tables, tables, _start(sinks, cut, N), tiles, pages)
+    block_mask = ctx.last_seen is not None
+    plan = KernelPlan(cut, scale, window, softcap, sinks is not None, block_mask)
+    count, ahead = _ahead(ctx.last_seen, first, count, position, cut) if block_mask else (count, ())
+    run = _call(plan, tiles, pages, tables.shape[-1], interpret)
+    out = run(seq, position, count, tables, tables, _start(sinks, cut, N), tiles, pages, *ahead)
     out = out[:, :, : N // K * cut.tokens].reshape(-1, K, N // K, cut.tokens, cut.value).transpose(0, 3, 1, 2, 4)
     out = out.reshape(-1, cut.tokens, N, cut.value)[tile_of_token(ctx, T, cut.tokens)]
     return out if rank else out[..., cut.value - H :]
@@ -122,6 +127,19 @@ def _start(sinks: jax.Array | None, cut: Tiling, N: int) -> jax.Array:
     return jnp.broadcast_to(logits[..., None], shape)
 
 
+def _ahead(last_seen, first, count, position, cut: Tiling) -> tuple[jax.Array, tuple[jax.Array]]:
+    """Return the keys that each tile sees from its first token on [I], and each row's last, as far ahead of that token.
+
+    The latter is [I, rows, lanes], the same in every lane.
+    """
+    offset = jnp.arange(cut.tokens)
+    token = jnp.minimum(first[:, None] + offset, last_seen.shape[0] - 1)
+    ahead = jnp.where(offset < count[:, None], jnp.maximum(last_seen[token] - position[:, None], offset), 0)
+    reach = jnp.where(count > 0, jnp.maximum(count, ahead.max(axis=1) + 1), 0)
+    rows = jnp.tile(ahead, (1, -(-cut.rows // cut.tokens)))[:, : cut.rows, None]
+    return reach, (jnp.broadcast_to(rows, (*rows.shape[:2], LANES)),)
+
+
 def _call(plan: KernelPlan, q: jax.Array, pages: jax.Array, table_width: int, interpret: Any) -> Callable:
     (num_tiles, K, rows, key), value = q.shape, plan.cut.value
 
@@ -133,12 +151,13 @@ def _call(plan: KernelPlan, q: jax.Array, pages: jax.Array, table_width: int, in
         return pl.BlockSpec((1, K, rows, width), lambda i, *_: (i, 0, 0, 0))
 
     start = pl.BlockSpec((K, rows, LANES), lambda *_: (0, 0, 0))
+    ahead = [pl.BlockSpec((1, rows, LANES), lambda i, *_: (i, 0, 0))] if plan.block_mask else []
     return pl.pallas_call(
         functools.partial(_attend, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_tiles,),
-            in_specs=[table(0), table(1), start, tile(key), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[table(0), table(1), start, tile(key), pl.BlockSpec(memory_space=pl.ANY), *ahead],
             out_specs=tile(value),
             scratch_shapes=[
                 pltpu.VMEM((2, plan.cut.pages, *pages.shape[1:]), pages.dtype),
@@ -157,30 +176,18 @@ def _call(plan: KernelPlan, q: jax.Array, pages: jax.Array, table_width: int, in
     )
 
 
-def _attend(
-    plan: KernelPlan,
-    seq,
-    position,
-    count,
-    table,
-    next_table,
-    start,
-    q,
-    pages,
-    out,
-    buffer,
-    arrived,
-    turn,
-    top,
-    total,
-    acc,
-):
-    """Attend one tile. `position` and `count` [I] are of every tile's tokens; `turn` says which buffer is next."""
+def _attend(plan: KernelPlan, seq, position, count, table, next_table, start, q, pages, *refs):
+    """Attend one tile.
+
+    `position` [I] is that of every tile's first token, and `count` [I] the keys that it sees from there on; `turn` says
+    which buffer is next.
+    """
+    *ahead, out, buffer, arrived, turn, top, total, acc = refs
     i, page = pl.program_id(0), pages.shape[1]
     block = plan.cut.pages * page
     following = jnp.minimum(i + 1, pl.num_programs(0) - 1)
 
-    def blocks(tile):  # the first that its first token sees, and the one after its last token's
+    def blocks(tile):  # the first that its first token sees, and the one after the last that it sees
         end = position[tile] + count[tile]
         first = lax.div(jnp.maximum(position[tile] - plan.window + 1, 0), block) if plan.window else 0
         return first, jnp.where(count[tile] > 0, lax.div(end + block - 1, block), first)
@@ -216,7 +223,7 @@ def _attend(
         each_page(i, table, j, slot, lambda copy: copy.wait())
         _clear(buffer.at[slot], position[i] + count[i] - j * block)
         for k in range(len(plan.cut.heads)):
-            _head(plan, k, q, buffer.at[slot], top, total, acc, position[i] - j * block)
+            _head(plan, k, q, buffer.at[slot], top, total, acc, position[i] - j * block, *ahead)
         return 1 - slot
 
     turn[0] = lax.fori_loop(first, last, step, turn[0])
@@ -236,17 +243,18 @@ def _clear(buffer, keys) -> None:
             buffer[n] = jnp.where(n * page + row < keys, rows, 0).astype(buffer.dtype)
 
 
-def _head(plan: KernelPlan, k: int, q, buffer, top, total, acc, position) -> None:
+def _head(plan: KernelPlan, k: int, q, buffer, top, total, acc, position, ahead=None) -> None:
     """Attend to key head k's part of a block, for the G query heads of a tile.
 
-    `position` is the first token's in the block.
+    `position` is the first token's in the block, and `ahead` what `_ahead` made of the tile.
     """
     pages, page, _ = buffer.shape
     keys, values = (buffer[:, :, span.first : span.first + span.size] for span in plan.cut.heads[k])
     keys, values = (x.reshape(pages * page, x.shape[-1]) for x in (keys, values))
     scores = lax.dot_general(q[0, k], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * plan.scale
     row, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dim) for dim in (0, 1))
-    visible = is_visible(position + (row & (plan.cut.tokens - 1)), key, plan.window)
+    also = None if ahead is None else key <= position + ahead[0][:, :1]
+    visible = is_visible(position + (row & (plan.cut.tokens - 1)), key, plan.window, also)
     scores = cap_and_mask(scores, visible, plan.softcap)
     old = top[k]
     new = jnp.maximum(old, scores.max(axis=1, keepdims=True))  # [rows, lanes], the same in every lane
