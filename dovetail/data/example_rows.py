@@ -209,7 +209,7 @@ class ExampleLoader(Loader):
         if self._pictures is None:
             return 0
         first = range(min(self.rows_per_epoch, COUNTED_ROWS))
-        return max(sum(self.examples.num_items(piece.document) for piece in self.rows.pieces(i)) for i in first)
+        return max(self._num_items([piece.document for piece in self.rows.pieces(i)]) for i in first)
 
     @property
     def steps_per_epoch(self) -> int:

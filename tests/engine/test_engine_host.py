@@ -46,6 +46,9 @@ class Device:
     def steps_ready(self, rows: int, steps: int) -> int:
         return steps
 
+    def propose(self, plan, sampler) -> None:
+        """No draft model."""
+
     def launch(self, plan, sampler, keeps_hidden: bool = False, waits: bool = True):
         shape = plan.steps, self.rows
         tokens = np.arange(self.next, self.next + plan.steps * self.rows).reshape(shape)
