@@ -104,7 +104,7 @@ RARE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("bad words",
 
 @pytest.mark.parametrize("name", ["JSON schema", "tool", *RARE])
 def test_draft_tokens_of_a_grammar(llm, name):
-    """Its masks depend on each token, so the host gets the draft tokens before the verify step; others run ahead."""
+    """Masks of a grammar depend on each token: its draft tokens reach the host first, those of others do not."""
     free = replace(SAMPLED, max_tokens=20)
     masked = replace(free, max_tokens=30, **TEXTS[name] if name in TEXTS else dict(structured_outputs=call_grammar()))
     params, prompts = [free, masked, replace(GREEDY, max_tokens=20), masked], ["say one", "say two", "three", "<7>"]

@@ -171,7 +171,7 @@ def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
 
 @pytest.mark.parametrize("looped", [False, True])
 def test_saved_activations_of_an_encoder_are_near_autodiffs_residuals(looped):
-    """Of those, XLA computes the f32 values inside of norms again, except in a loop."""
+    """XLA recomputes the f32 values inside norms, except in a loop."""
     tower, N, P = read_model("vit-s16").images.tower, 3, 197
     layers = abstract(dict(layers=tower.encoder.spec(dict.fromkeys(SIGLIP, ""))), "bfloat16")["layers"][:1]
     x = jax.ShapeDtypeStruct((N, P, tower.encoder.dim), jnp.bfloat16)

@@ -26,7 +26,7 @@ def open_draft_of(config: SpeculativeConfig | None, cfg: ModelConfig, dummy: boo
     """
     if config is None or not config.has_weights:
         return None
-    if config.model is None:  # method mtp without a checkpoint
+    if config.model is None:  # `method: mtp` without a checkpoint
         raise UserError(
             "`speculative_config.model` must name the checkpoint with the MTP layers, got none",
             param="speculative_config.model",

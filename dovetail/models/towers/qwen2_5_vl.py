@@ -126,7 +126,7 @@ def parse_qwen2_5_vl(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
     blocks = dict(depth=32, hidden_size=3584, num_heads=16, intermediate_size=3420)
     encoder = Encoder(*(vision.get(key, default) for key, default in blocks.items()), act=act)
     full = tuple(vision.get("fullatt_block_indexes", (7, 15, 23, 31)))
-    tower = Qwen25VlTower(encoder, **sizes, window=pixels // sizes["patch_size"], full=full)
+    tower = Qwen25VlTower(encoder=encoder, **sizes, window=pixels // sizes["patch_size"], full=full)
     _, sections, _ = read_sections(f, text, (16, 24, 24))
     return Vision(tower, f.get("image_token_id", 151_655), mrope=blocked_axes(sections))
 

@@ -134,7 +134,7 @@ def parse_qwen3_vl(f: Fields, vision: Fields, text: ModelConfig) -> Vision:
             f"{vision.where}: num_position_embeddings={positions} must be a square", param="num_position_embeddings"
         )
     deepstack = tuple(vision.get("deepstack_visual_indexes", (8, 16, 24)))
-    tower = Qwen3VlTower(encoder, **sizes, side=math.isqrt(positions), deepstack=deepstack)
+    tower = Qwen3VlTower(encoder=encoder, **sizes, side=math.isqrt(positions), deepstack=deepstack)
     rope, sections, count = read_sections(f, text, (24, 20, 20))
     rope.only("mrope_interleaved", True)
     axes, layers = interleaved_axes(sections, count), tuple(range(len(deepstack)))

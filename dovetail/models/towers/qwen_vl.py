@@ -21,6 +21,7 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.family import Fields
 from dovetail.models.towers.encoder import BIAS, Encoder
 from dovetail.models.towers.siglip import CHANNELS
+from dovetail.models.towers.vision import SquareTower
 from dovetail.ops.linear import matmul
 from dovetail.ops.rope import Rope
 
@@ -34,42 +35,18 @@ OUTER = (
 
 
 @dataclass(frozen=True)
-class QwenTower:
-    """Describe the common part of the towers.
+class QwenTower(SquareTower):
+    """Describe the common part of the towers; for the sizes of images see SquareTower.
 
     Attributes:
         encoder: The blocks.
-        patch_size: The side of a patch in pixels.
-        square: The patches of a feature's side.
         theta: The base of the rotary positions.
         dim: The width of the language model.
     """
 
     encoder: Encoder
-    patch_size: int
-    square: int
     theta: float
     dim: int
-
-    @property
-    def patch_dim(self) -> int:
-        """Return the numbers of a patch."""
-        return self.patch_size**2 * CHANNELS
-
-    @property
-    def patches_per_feature(self) -> int:
-        """Return how many patches of an item become one feature."""
-        return self.square**2
-
-    @property
-    def max_patches(self) -> int:
-        """Return the most patches of an item."""
-        return MAX_PATCHES
-
-    @property
-    def min_patches(self) -> int:
-        """Return the fewest patches of an item."""
-        return self.patches_per_feature
 
     def patch_spec(self, name: str) -> ParamSpec:
         """Return the weight of patches, stored as a convolution [D, channel, frame, row, column]."""
@@ -118,8 +95,8 @@ def read_tower(vision: Fields, text: ModelConfig, patch_size: int) -> dict[str, 
     rope.only("rope_type", "axial", "default")
     theta = rope.get("rope_theta", 10_000.0)
     rope.done()
-    sizes = vision.get("patch_size", patch_size), vision.get("spatial_merge_size", 2)
-    return dict(patch_size=sizes[0], square=sizes[1], theta=theta, dim=text.dim)
+    size, square = vision.get("patch_size", patch_size), vision.get("spatial_merge_size", 2)
+    return dict(patch_size=size, square=square, tokens=MAX_PATCHES // square**2, theta=theta, dim=text.dim)
 
 
 def read_sections(f: Fields, text: ModelConfig, default: Sequence[int]) -> tuple[Fields, tuple[int, ...], int]:

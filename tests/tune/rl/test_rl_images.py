@@ -46,7 +46,7 @@ def first_letters(prompts, completions, colour, **columns) -> list[float]:
 
 
 def prompts() -> list[dict[str, Any]]:
-    """As TRL has them; one has no image."""
+    """Return prompts in the form of TRL; one has no image."""
     asked = [{"role": "user", "content": [PART, {"type": "text", "text": "?"}]}]
     shown = [{"prompt": asked, "images": [picture(name)], "colour": name} for name in list(COLOURS)[:2]]
     return [*shown, {"prompt": [{"role": "user", "content": "?"}], "colour": "green"}]
