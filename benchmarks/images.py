@@ -17,6 +17,7 @@ from dovetail.core.chips import chip_of
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.images.item import ImageItem, ImagePrompt, ImageSpan
+from dovetail.ops.dispatch import compile_options
 
 
 def main() -> None:
@@ -46,11 +47,12 @@ def encoder(llm: LLM) -> None:
     """Time the vision tower alone, some items at a time."""
     cfg, params = llm.runner.cfg, llm.runner.params["vision"]
     tower = cfg.vision.tower
-    run = jax.jit(tower)
     chip = chip_of(jax.devices()[0])
     for count in (1, 4, 16):
         patches = np.random.default_rng(count).integers(0, 256, (count, tower.max_patches, tower.patch_dim), np.uint8)
         given = jax.device_put((patches, np.stack([item(tower, patches[0]).positions] * count)))
+        options = compile_options(None, count * tower.max_patches)  # those of the engine
+        run = jax.jit(tower).lower(params, *given).compile(compiler_options=options)
         run(params, *given).block_until_ready()
         start = time.perf_counter()
         for _ in range(5):

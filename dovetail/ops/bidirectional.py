@@ -1,17 +1,78 @@
 """Bidirectional attention of vision towers: every patch of an item, or of a window of it, sees every other.
 
-N items, P patches of an item, K heads, H head dim.
+N items, P patches of an item, D width, K heads, H head dim.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dovetail.ops.dispatch import choose_bidirectional, log_once
+from dovetail.core.mesh import Placement
+from dovetail.core.types import Params
+from dovetail.ops.dispatch import choose_bidirectional, choose_self_attention, log_once
+from dovetail.ops.linear import ARRAYS, matmul, matmuls
 from dovetail.ops.packed import attend_block
+
+
+def self_attention(
+    p: Params,
+    x: jax.Array,
+    names: Mapping[str, int],
+    *,
+    lengths: jax.Array | None = None,
+    placement: Placement | None = None,
+) -> jax.Array:
+    """Let the patches of x [N, P, D] attend to each other, and return [N, P, D].
+
+    Args:
+        p: The weights: q, k and v [K, H, D] as `names` has them, o [D, K, H], and their biases.
+        x: The patches.
+        names: The products of x, each with its heads.
+        lengths: [N] int32: the patches of each item, if padding follows them.
+        placement: The mesh and its rules; None for one device.
+    """
+    if all(isinstance(w, ARRAYS) for w in p.values()) and all(name in p for name in names):
+        heads = jax.ShapeDtypeStruct((*x.shape[:2], *p["q"].shape[:2]), x.dtype)
+        if choose_self_attention(placement, heads, lengths) == "split":
+            log_once("bidirectional attention", "mosaic")
+            return _split_self_attention(p, x, tuple(names.items()))
+    return _self_attention(p, x, names, lengths, placement.platform if placement else None)
+
+
+def _self_attention(
+    p: Params, x: jax.Array, names: Mapping[str, int], lengths: jax.Array | None, platform: str | None
+) -> jax.Array:
+    q, k, v = matmuls(x, p, names)
+    h = bidirectional_attention(q, k, v, scale=q.shape[-1] ** -0.5, lengths=lengths, platform=platform)
+    return matmul(h, p["o"], p["o_bias"], dims=2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _split_self_attention(p: Params, x: jax.Array, names: tuple[tuple[str, int], ...]) -> jax.Array:
+    """Compute `_self_attention` with our kernel, for whose columns the weights are arranged here."""
+    from dovetail.ops.kernels.gpu.bidirectional import split_attention, split_columns
+
+    heads, dim = p["q"].shape[:2]
+    weights, biases = (jnp.concatenate([split_columns(p[f"{n}{end}"], 0) for n, _ in names]) for end in ("", "_bias"))
+    out = split_attention(matmul(x, weights, biases), heads=heads, scale=dim**-0.5)
+    return matmul(out, split_columns(p["o"], 1), p["o_bias"])
+
+
+def _split_forward(p: Params, x: jax.Array, names: tuple[tuple[str, int], ...]) -> tuple[jax.Array, Any]:
+    """Return the output and its gradient, both by cuDNN: our kernel has no backward pass."""
+    return jax.vjp(lambda p, x: _self_attention(p, x, dict(names), None, None), p, x)
+
+
+def _split_backward(_: tuple, gradient_of: Any, g: jax.Array) -> tuple[Params, jax.Array]:
+    return gradient_of(g)
+
+
+_split_self_attention.defvjp(_split_forward, _split_backward)
 
 
 def bidirectional_attention(

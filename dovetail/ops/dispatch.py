@@ -107,6 +107,19 @@ def choose_bidirectional(platform: str | None, q: Any) -> str:
     return "cudnn" if on_gpu and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 else "reference"
 
 
+def choose_self_attention(placement: Placement | None, heads: Any, lengths: Any) -> str:
+    """Return how a tower's self-attention runs: 'split' or 'apart'. `heads` is the abstract shape of q, [N, P, K, H].
+
+    Split, the products of q, k, v and o have the columns of our kernel for Hopper. It knows no padding.
+    """
+    platform = placement.platform if placement else None
+    if not is_one_gpu(platform, placement) or not _is_hopper() or lengths is not None or heads.dtype != jnp.bfloat16:
+        return "apart"
+    from dovetail.ops.kernels.gpu.bidirectional import why_not_split
+
+    return "apart" if why_not_split(*heads.shape[1:]) else "split"
+
+
 def choose_latent(platform: str | None, q: Any, rank: int, ctx: Paged, pages: Any) -> str:
     """Return the implementation for queries [T, N, C] over pages of latents: 'flat' or 'reference'."""
     is_tpu = (platform or jax.default_backend()) == "tpu"
@@ -317,6 +330,12 @@ def _has_cudnn() -> bool:
 
 
 @functools.cache
+def _is_hopper() -> bool:
+    """Return whether the devices are of compute capability 9.0: kernels with its instructions run on no other."""
+    return all(getattr(device, "compute_capability", "") == "9.0" for device in jax.devices())
+
+
+@functools.cache
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
@@ -346,7 +365,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, choose_paged(platform, heads, 8)),
             ("attention with a block mask", platform, _block_mask(platform, heads)),
-            ("bidirectional attention", platform, choose_bidirectional(platform, heads)),
+            ("bidirectional attention", platform, _bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
@@ -355,6 +374,12 @@ def describe() -> list[tuple[str, str, str]]:
             ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])
+
+
+def _bidirectional(platform: str, q: Any) -> str:
+    """Return the attention of towers, and that of heads of 72 dims where it is another one."""
+    usual = choose_bidirectional(platform, q)
+    return f"{usual}; mosaic for heads of 65 to 80 dims" if platform in NVIDIA and _is_hopper() else usual
 
 
 def _block_mask(platform: str, q: Any) -> str:

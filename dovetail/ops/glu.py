@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from dovetail.ops.dispatch import NVIDIA
+
 SLOPE, CUBE = 2 * (2 / math.pi) ** 0.5, 0.044715
 
 
@@ -41,13 +43,14 @@ class Glu:
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Return the tanh approximation of GELU; the backward pass keeps x alone.
 
-    Without a gradient it is written as XLA knows it: cuBLAS then applies it in the product before.
+    It is written as XLA knows it: cuBLAS then applies it in the product before, and writes x too if it is kept.
     """
     return jax.nn.gelu(x, approximate=True)
 
 
 def _gelu_tanh_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return GELU computed in f32, and x."""
+    if jax.default_backend() in NVIDIA:
+        return gelu_tanh(x), x
     x32 = x.astype(jnp.float32)
     return (x32 * jax.nn.sigmoid(_inner(x32))).astype(x.dtype), x
 

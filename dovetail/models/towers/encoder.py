@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
 from dovetail.core.types import Params
-from dovetail.ops.bidirectional import bidirectional_attention, window_attention
+from dovetail.ops.bidirectional import bidirectional_attention, self_attention, window_attention
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import matmul, matmuls
 from dovetail.ops.norm import add_layer_norm, layer_norm, rms_norm
@@ -151,19 +151,34 @@ def encoder_block(
         placement: The mesh and its rules; None for one device.
     """
     x, h = add_norm(p["attn_norm"], x, None, of.eps, placement)
-    q, k, v = matmuls(h, p["attn"], of.projections)
-    if tables is not None:
-        whole = Rope(theta=0.0, dim=q.shape[-1])  # which dims are rotated; the tables say how far
-        q, k = rotate(q, whole, tables), rotate(k, whole, tables)
-    platform = placement.platform if placement else None
-    scale = q.shape[-1] ** -0.5
+    if tables is None:
+        delta = self_attention(p["attn"], h, of.projections, lengths=lengths, placement=placement)
+    else:
+        delta = _rotated_attention(p["attn"], h, of.projections, tables, lengths, windows, most, placement)
+    x, h = add_norm(p["mlp_norm"], x, delta, of.eps, placement)
+    return x + _mlp(p["mlp"], h, Glu(of.act))
+
+
+def _rotated_attention(
+    p: Params,
+    x: jax.Array,
+    names: Mapping[str, int],
+    tables: tuple[jax.Array, jax.Array],
+    lengths: jax.Array | None,
+    windows: jax.Array | None,
+    most: int,
+    placement: Placement | None,
+) -> jax.Array:
+    """Return attention with rotary positions over an item, or over windows of it."""
+    q, k, v = matmuls(x, p, names)
+    whole = Rope(theta=0.0, dim=q.shape[-1])  # which dims are rotated; the tables say how far
+    q, k = rotate(q, whole, tables), rotate(k, whole, tables)
+    platform, scale = placement.platform if placement else None, q.shape[-1] ** -0.5
     if windows is None:
         h = bidirectional_attention(q, k, v, scale=scale, lengths=lengths, platform=platform)
     else:
         h = window_attention(q, k, v, scale=scale, windows=windows, most=most)
-    delta = matmul(h, p["attn"]["o"], p["attn"]["o_bias"], dims=2)
-    x, h = add_norm(p["mlp_norm"], x, delta, of.eps, placement)
-    return x + _mlp(p["mlp"], h, Glu(of.act))
+    return matmul(h, p["o"], p["o_bias"], dims=2)
 
 
 def _mlp(p: Params, x: jax.Array, act: Glu) -> jax.Array:
