@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
-CUDNN_DIM = 128  # of a head, at most, in packed attention
+CUDNN_DIM, HOPPER_DIM = 128, 256  # of a head, at most, in packed attention
 MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 X86 = ("x86_64", "amd64")
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
@@ -62,7 +62,7 @@ def choose_packed(
     if platform in ("cuda", "gpu") and _has_cudnn():
         half = q.dtype in (jnp.bfloat16, jnp.float16)
         fits = not block_mask or (q.shape[1] <= MASKED_ROW and q.shape[1] % 2 == 0)
-        known = same_dim and q.shape[-1] <= CUDNN_DIM and q.shape[-1] % 8 == 0
+        known = same_dim and q.shape[-1] <= (HOPPER_DIM if _is_hopper() else CUDNN_DIM) and q.shape[-1] % 8 == 0
         if half and known and softcap is None and sinks is None:
             return "cudnn" if fits else "reference"
     if platform != "tpu" or why_not_rows(q):

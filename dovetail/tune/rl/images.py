@@ -62,3 +62,8 @@ class RolloutImages:
 def max_patches(records: Iterable[PromptRecord]) -> int:
     """Return the most patches of an item of the prompts' images; 0 without images."""
     return max((image.patches for record in records for image in record.images), default=0)
+
+
+def max_items(records: Iterable[PromptRecord]) -> int:
+    """Return the most items of the images of a prompt, whose completions share them in a row; 0 without images."""
+    return max((sum(image.items for image in record.images) for record in records), default=0)

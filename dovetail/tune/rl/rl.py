@@ -32,7 +32,7 @@ from dovetail.tune.rl.environment_runner import EnvironmentRunner
 from dovetail.tune.rl.episode_runner import Reply
 from dovetail.tune.rl.evaluation import Evaluator
 from dovetail.tune.rl.failures import Failures
-from dovetail.tune.rl.images import RolloutImages, max_patches
+from dovetail.tune.rl.images import RolloutImages, max_items, max_patches
 from dovetail.tune.rl.journal import Journal
 from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
@@ -159,7 +159,9 @@ class _Data:
         devices = max(1, jax.device_count() - settings.spare_devices)
         prompts, held_out, _ = self.read(settings)
         settings = settings.with_steps(len(prompts.records)).filled(devices)
-        return with_teacher_cfg(replace(settings, image_patches=max_patches((*prompts.records, *held_out))))
+        records = (*prompts.records, *held_out)
+        shown = replace(settings, image_patches=max_patches(records), image_items=max_items(records))
+        return with_teacher_cfg(shown)
 
     def read(self, settings: Rl) -> tuple[PromptSet, list[PromptRecord], int]:
         if self._read is None:

@@ -14,7 +14,10 @@ from tune.small_models import metrics
 from tune.small_vision import COLOURS, picture, vision_folder
 
 from dovetail.core.errors import RecipeError
+from dovetail.data.pictures import Picture
 from dovetail.tune.rl.environment import Environment, Step
+from dovetail.tune.rl.images import max_items
+from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.rl import rl
 
 pytestmark = pytest.mark.slow
@@ -100,3 +103,9 @@ def test_observations_have_images_and_a_run_resumes_exactly(folder, tmp_path):
 def test_adapters_of_the_tower_are_refused(folder, tmp_path):
     with refuses("lora.target_modules", RecipeError):
         run(folder, tmp_path, steps=1, rewards=[first_letters], lora={"r": 4, "target_modules": ["fc1"]})
+
+
+def test_the_memory_plan_counts_the_items_of_a_prompts_images():
+    shown = Picture(b"", "", tokens=64, items=5, patches=1024)
+    records = [PromptRecord(0, "", (1,), {}, images=(shown, shown)), PromptRecord(1, "", (1,), {})]
+    assert max_items(records) == 10 and max_items(records[1:]) == 0
