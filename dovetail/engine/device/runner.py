@@ -276,7 +276,7 @@ class Runner:
         assert self.cache is not None
         run, own = self.steps(shape), len(self.cfg.layers)
         flat, asked = self._packed(plan, shape, sampler)
-        given = self.cache[own:], self.tables, self.last, sampler.history, self.followed
+        given = self.cache[:own], self.cache[own:], self.tables, self.last, sampler.history, self.followed
         found, (pages, self.tables) = run(self._step_params, *given, flat, asked)
         self.cache = (*self.cache[:own], *pages)
         return found

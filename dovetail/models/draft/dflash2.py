@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.spec import ParamSpec, Stored
+from dovetail.core.spec import ParamSpec
 from dovetail.core.types import Paged, Params
 from dovetail.models.block import Residual, feed_forward
 from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.draft.declare import declare
 from dovetail.ops.linear import matmul
 
 
@@ -108,8 +109,3 @@ def conv_block(
     stream, h = stream.add_and_norm(h, p["mlp_norm"], cfg, ctx)
     h, _ = conv.around(p["mlp_conv"], h, slots, lambda x: feed_forward(p, cfg, layer, stream.x, x, ctx))
     return Residual(stream.x, h), pages
-
-
-def declare(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> ParamSpec:
-    """Return the spec of a weight that is stored as it is used."""
-    return ParamSpec(shape, axes, Stored((name,), shape), **more)
