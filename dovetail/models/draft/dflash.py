@@ -24,7 +24,7 @@ from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, block
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
-from dovetail.models.draft.block_attention import BlockAttention, whole_blocks
+from dovetail.models.draft.block_attention import Anchored, BlockAttention, whole_blocks
 from dovetail.models.draft.declare import declare, declare_norm, declare_tokens, in_target_vocab, without_model
 from dovetail.models.draft.dflash2 import CandidateSelector, DynamicConv, conv_block
 from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
@@ -51,7 +51,7 @@ class DFlash:
     sample_from_anchor: bool = False  # whether the newest token's slot predicts too
     markov_rank: int = 0
     source: str = "{}"  # the config.json that it was read from
-    conv: DynamicConv | None = None  # around attention and MLP; such a drafter is only served
+    conv: DynamicConv | None = None  # around attention and MLP
     selector: CandidateSelector | None = None
 
     feature_dim = 0
@@ -136,7 +136,7 @@ class DFlash:
         for j in range(count):
             own = logits[:, j]
             if self.markov_rank:
-                own += self.markov_bias(params, previous)
+                own += matmul(*self._markov(params, previous), out_dtype=jnp.float32)
             if self.selector:
                 own = self.selector.scores(params["selector"], own, hidden[:, j], previous)
             own = in_target_vocab(own, params["d2t"], self.cfg.vocab) if self.own_head else own
@@ -161,15 +161,15 @@ class DFlash:
         return embed(target.params, self.cfg, jnp.concatenate([anchors[..., None], masks], axis=-1), ctx.placement)
 
     def forward(
-        self, params: Params, x: jax.Array, table: tuple, ctx: Context, cache: Cache | None = None
+        self, params: Params, x: jax.Array, table: tuple, ctx: Anchored | Paged, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
         """Run the layers on blocks x [..., D] -> (the last norm's output, the pages with the blocks' tokens)."""
         stream, entries = Residual(x), []
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
             entry, how = None if cache is None else cache[i], dict[str, Any](cfg=self.cfg, layer=layer)
             if self.conv:
-                assert isinstance(ctx, Paged), "a drafter with convolutions is only served"
-                slots = x.shape[0] // ctx.kv_lens.shape[0]
+                blocks = ctx.visible.shape[1] if isinstance(ctx, Anchored) else ctx.kv_lens.shape[0]
+                slots = x.shape[-2] // blocks
                 stream, entry = conv_block(p, stream, table, ctx, entry, slots, conv=self.conv, **how)
             else:
                 stream, entry, _ = block(p, stream, table, ctx, entry, None, **how)
@@ -180,6 +180,14 @@ class DFlash:
         """Return the head [U, D]: the drafter's own, or the target's."""
         return params["head"] if self.own_head else target.params["embed" if target.cfg.tied else "head"]
 
-    def markov_bias(self, params: Params, previous: jax.Array) -> jax.Array:
-        """Return what the tokens before [...] add to the logits, [..., U]."""
-        return matmul(params["markov"]["w1"][previous], params["markov"]["w2"], out_dtype=jnp.float32)
+    def pairs(self, params: Params, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return the factors [..., R] and [U, R] of what the tokens before [...] add to the logits; None for nothing.
+
+        `hidden` [..., D] are the states that the logits are made of. DFlash 2 adds it for the best candidates alone.
+        """
+        if self.selector:
+            return self.selector.edges(params["selector"], hidden, previous)
+        return self._markov(params, previous) if self.markov_rank else None
+
+    def _markov(self, params: Params, previous: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return params["markov"]["w1"][previous], params["markov"]["w2"]
