@@ -12,6 +12,8 @@ import numpy as np
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import is_spec, tree_map
 from dovetail.core.types import Paged
+from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import init_cache, tapped
 from dovetail.models.draft.draft import Carried, DraftCall, Target
 from dovetail.models.spec import spec
 
@@ -84,7 +86,7 @@ class Follower:
             newest[row], feature[row] = s.tokens[-1], s.feature
             if picked is not None:
                 picked[:, row] = forced[:, row]
-        given = self.params, self.target.params, newest, ctx, self.cache, feature, picked
+        given = self.params, self.target.params, self.target.cache, newest, ctx, self.cache, feature, picked
         tokens, logits, self.cache = _draft(*given, draft=self.draft, cfg=self.target.cfg, count=count)
         return np.asarray(tokens[:, : len(sequences)]), np.asarray(logits[:, : len(sequences)])
 
@@ -98,6 +100,15 @@ class Follower:
         return Paged(*ints, placement=self.placement)
 
 
+def computed(params, cfg: ModelConfig, tokens, taps: tuple[int, ...]) -> tuple[Target, np.ndarray, list[int]]:
+    """Return the target with the tokens in its pages, its tapped states [n, taps * D], and the pages."""
+    pages = list(range(WIDTH))
+    ints = [jnp.asarray(x, jnp.int32) for x in ([pages], [len(tokens)], [0, len(tokens)], [1])]
+    given = jnp.asarray(tokens), jnp.arange(len(tokens)), Paged(*ints), init_cache(cfg, WIDTH, PAGE, jnp.float32)
+    _, cache, seen = jax.jit(tapped, static_argnames=("cfg", "taps"))(params, cfg, *given, taps=taps)
+    return Target(params, cfg, cache), np.asarray(seen), pages
+
+
 def _placed(specs, params, placement: Placement):
     return tree_map(lambda leaf, x: jax.device_put(x, param_sharding(placement, leaf)), specs, params)
 
@@ -108,14 +119,15 @@ def _absorb(params, weights, tokens, tapped, ctx, cache, carried, *, draft, cfg)
 
 
 @functools.partial(jax.jit, static_argnames=("draft", "cfg", "count"))
-def _draft(params, weights, tokens, ctx, cache, feature, forced, *, draft, cfg, count):
+def _draft(params, weights, held, tokens, ctx, cache, feature, forced, *, draft, cfg, count):
     seen = []
 
     def pick(j, logits):
         seen.append(logits)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32) if forced is None else forced[j]
 
-    drafted, cache = draft.draft(DraftCall(params, Target(weights, cfg), tokens, ctx, cache), feature, count, pick)
+    call = DraftCall(params, Target(weights, cfg, held), tokens, ctx, cache)
+    drafted, cache = draft.draft(call, feature, count, pick)
     return drafted, jnp.stack(seen), cache
 
 

@@ -80,7 +80,9 @@ def draft(
     ),
     overrides: list[str] = OVERRIDES,
     data: str = typer.Option("", "--data", help="Prompts: file, folder or dataset of the hub; short for data.path=."),
-    kind: str = typer.Option("", "--kind", help="dspark (default), dflash, eagle3 or mtp; short for drafter.kind=."),
+    kind: str = typer.Option(
+        "", "--kind", help="dspark (default), dflash, dflash2, eagle3 or mtp; short for drafter.kind=."
+    ),
     out: str = typer.Option("", "--out", help="New folder for the finished drafter."),
     run_dir: str = RUN_DIR,
     export_hf: int = EXPORT,

@@ -50,7 +50,7 @@ from dovetail.engine.request.outputs import (
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
 from dovetail.engine.request.text import OutputText
-from dovetail.engine.schedule.plan import UNKNOWN, Drafts, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
@@ -449,11 +449,12 @@ class Engine:
         """
         if self.blocked:
             raise UserError(self.blocked)
-        most = self._drafts_wanted()
-        if self._inflight and self.speculator and self.speculator.must_wait(most, self._inflight[-1].plan):
+        speculator = self.speculator
+        most = speculator.wanted(self.scheduler, self.runner) if speculator else 0
+        if speculator and self._inflight and speculator.must_wait(most, self._inflight[-1].plan):
             return self._commit_next(ended_only)
         began = None if self._inflight else time.perf_counter()
-        drafts = self._drafts(most)
+        drafts = speculator.propose(self.scheduler.running, most, self.runner) if speculator and most else None
         limits = None if prompts_first or most else self._limits()
         plan = self.scheduler.schedule(1 if most else self._steps_wanted(), prompts_first, limits, drafts)
         if plan is not None:
@@ -474,25 +475,6 @@ class Engine:
     def _commit_next(self, ended_only: bool) -> list[OutputDelta]:
         sampled = self._inflight[0].fetch()  # a step whose tokens cannot be fetched stays in flight
         return self._commit(self._inflight.popleft(), sampled, ended_only)
-
-    def _drafts_wanted(self) -> int:
-        """Return the draft tokens per row of the next step; 0 without speculation."""
-        if self.speculator is None:
-            return 0
-        demand = self.scheduler.demand()
-        most = self.speculator.wanted(demand, self.runner.buckets, self.scheduler.config.max_num_batched_tokens)
-        return most if most and self.runner.drafts_ready(demand.decoding, most) else 0
-
-    def _drafts(self, most: int) -> Drafts | None:
-        """Return the draft tokens of the next step; None for a step without any."""
-        if not (self.speculator and most):
-            return None
-        running = self.scheduler.running
-        found = self.speculator.propose(running, most)
-        late = {seq for seq, drafts in found.items() if seq.single_step and UNKNOWN in drafts}
-        if late and not self.runner.proposal_ready(len(running), most):
-            return {seq: drafts for seq, drafts in found.items() if seq not in late}
-        return found
 
     def drain(self) -> list[OutputDelta]:
         """Commit every step in flight without launching another."""
@@ -533,12 +515,6 @@ class Engine:
         self._padding += (launched.padded - tokens) * steps
         return launched
 
-    def _seconds_alone(self, launched: LaunchedStep) -> float | None:
-        """Return the seconds of a step beside which nothing was in flight or compiled, from planning it on."""
-        if launched.began is None or self._inflight or launched.waited or self.runner.is_compiling:
-            return None
-        return time.perf_counter() - launched.began
-
     def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[OutputDelta]:
         """Commit the tokens [steps, S] that a step sampled."""
         if self.runner.is_compiling or launched.plan.encode:  # a step beside a compiler or an encoder takes longer
@@ -548,8 +524,7 @@ class Engine:
             keep_prompt_logprobs(launched, self.runner.score)
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
         if self.speculator:
-            rows = self.runner.buckets.decode(len(launched.plan.rows)).rows
-            self.speculator.learn(launched.plan, rows, gains, seconds or self._seconds_alone(launched))
+            self.speculator.learn(launched, gains, seconds, not self._inflight, self.runner)
         scores = keep_logprobs(launched, gains)
         now = time.monotonic()
         self._generated += record_gains(gains, now, launched.version)

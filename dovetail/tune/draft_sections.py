@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dovetail.core.choice import not_negative, one_of, require
 
-BLOCKS, CHAINS = ("dspark", "dflash"), ("eagle3", "mtp")
+BLOCKS, CHAINS = ("dspark", "dflash", "dflash2"), ("eagle3", "mtp")
 KINDS = (*BLOCKS, *CHAINS)
 STATES = ("disk", "live")
 
@@ -15,14 +15,14 @@ STATES = ("disk", "live")
 class DrafterSettings:
     """Configure the new drafter and its loss."""
 
-    kind: str = "dspark"  # dspark, dflash, eagle3 or mtp
+    kind: str = "dspark"  # dspark, dflash, dflash2, eagle3 or mtp
     layers: int = 1  # of the drafter
-    num_speculative_tokens: int = 5  # draft tokens of a step: the block of dspark and dflash, unrolled steps of others
+    num_speculative_tokens: int = 5  # draft tokens of a step: a block, or unrolled steps of eagle3 and mtp
     taps: tuple[int, ...] = ()  # layers of the target to read, from 0; default: an early, a middle and a late one
-    vocab: int = 8192  # draft only the most frequent tokens of the answers; 0, and with mtp: the whole vocabulary
-    markov_rank: int = 64  # dspark: rank of the head that adds what the token before says
-    mask_token_id: int = -1  # dspark, dflash: the token at the slots of a block; -1: the vocabulary's last
-    anchors: int = 64  # dspark, dflash: blocks of each row and step, at random tokens of the answers
+    vocab: int = 8192  # draft only the most frequent tokens of the answers; 0, and with mtp and dflash2: all tokens
+    markov_rank: int = 64  # dspark, dflash2: rank of the head that adds what the token before says
+    mask_token_id: int = -1  # of blocks: the token at their slots; -1: the vocabulary's last
+    anchors: int = 64  # drafts of each row and step, at random tokens of the answers
     gamma: float = 4.0  # draft token k counts exp(-(k - 1) / gamma)
     l1: float = -1.0  # weight of |p - q|; the rest is that of cross entropy; -1: 0.9, and 0 for dflash
     hidden_states: str = "disk"  # the target's, computed once before the training; or live: in every step
@@ -50,7 +50,7 @@ class DrafterSettings:
     @property
     def vocab_size(self) -> int:
         """Return how many tokens the drafter knows; 0 for all."""
-        return 0 if self.kind == "mtp" else self.vocab
+        return 0 if self.kind in ("mtp", "dflash2") else self.vocab
 
     @property
     def l1_weight(self) -> float:

@@ -1,4 +1,4 @@
-"""EAGLE-3 and MTP in the engine: their draft tokens are those of a draft model that read each sequence in one call."""
+"""Draft models that propose chains: the engine's draft tokens are those after reading each sequence in one call."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from draft_cases import Follower, random_params
+from draft_cases import Follower, computed, random_params
 from engine.engines import GREEDY, OPTIONS, mixed_prompts, variant
-from engine.test_draft_models import DRAFTS, drafting
+from engine.test_draft_models import DRAFTS, draft_folder, drafting, target_folder
 from engine.test_speculation import same
 from tune.small_models import CONFIG
 
-from dovetail.core.types import Packed
 from dovetail.engine.llm import LLM
 from dovetail.io.draft_folder import load_draft, open_draft, save_draft
 from dovetail.io.load import load, save
-from dovetail.models.decoder import tapped
-from dovetail.models.draft.draft import Target
 from dovetail.models.draft.registry import parse_draft
 from dovetail.models.mtp import with_mtp
 from dovetail.models.registry import parse_config
@@ -32,7 +29,9 @@ EAGLE3 = dict(
 
 
 def folders(place, kind: str) -> tuple[str, dict]:
-    """Return a target with MTP layers, and the speculative config of a kind of draft model for it."""
+    """Return a target, and the speculative config of a kind of draft model for it."""
+    if kind == "assistant":
+        return target_folder(kind, place), dict(model=draft_folder(kind, place))
     cfg = parse_config(MODEL | dict(num_nextn_predict_layers=2 if kind == "mtp of two depths" else 1))
     save(place / "model", cfg, random_params(with_mtp(spec(cfg), cfg), seed=1), None)
     if kind != "eagle3":
@@ -59,7 +58,7 @@ def recorded(draft, found: list):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp of two depths"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp of two depths", "assistant"])
 def test_draft_tokens_are_those_of_one_call(kind, tmp_path, monkeypatch):
     found, model, config = [], *folders(tmp_path, kind)
 
@@ -87,17 +86,14 @@ def drafts_in_one_call(model: str, config: dict, sequences: list[list[int]]) -> 
     """Return the draft tokens after each token at each position of sequences whose tokens are absorbed in one call."""
     target = load(model, dtype="f32")
     draft, params = load_draft(config.get("model", model), target.config, jnp.float32, method=config.get("method"))
-    follower = Follower(draft, params, Target(target.params, target.config))
     wanted: dict[tuple[int, int], list[list[int]]] = {}
     for tokens in sequences:
-        ids = jnp.asarray(tokens)[None]
-        ctx, positions = Packed(jnp.ones_like(ids)), jnp.arange(ids.shape[1])[None]
-        seen = tapped(target.params, target.config, ids, positions, ctx, taps=draft.taps)[2][0]
+        model, seen, pages = computed(target.params, target.config, tokens, draft.taps)
+        follower = Follower(draft, params, model)
         for n in range(1, len(tokens)):
-            s = follower.sequence(tokens[: n + 1], seen[:n])
+            s = follower.sequence(tokens[: n + 1], seen[:n], shared=pages)
             follower.absorb((s, 0, n))
             drafted = follower.propose(s, count=DRAFTS)[0][:, 0].tolist()
             # the engine gives a row no pages past its last token, and does not verify draft tokens there
             wanted.setdefault((tokens[n], n), []).append(drafted[: len(tokens) - 1 - n])
-            follower.free += s.pages
     return wanted

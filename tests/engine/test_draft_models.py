@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data.conftest import small_tokenizer
 from engine.engines import GREEDY, OPTIONS, mixed_prompts, variant
 from engine.test_speculation import CASES, SAMPLED, TEXTS, Always, same
 from refusals import refuses
+from safetensors.numpy import save_file
 from tune.small_models import CONFIG, model_folder
 
 from dovetail.core.errors import CheckpointError
@@ -19,12 +22,15 @@ from dovetail.core.spec import init
 from dovetail.engine.llm import LLM
 from dovetail.engine.spec.speculator import Speculator, speculator_of
 from dovetail.io.draft_folder import save_draft
+from dovetail.io.hf import write_specs
+from dovetail.io.load import save
 from dovetail.io.peft import save_adapter
 from dovetail.io.tool_formats.formats import TOOL_FORMATS
 from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.models.draft.registry import parse_draft
 from dovetail.models.lora import Lora, lora_spec
-from dovetail.models.registry import read_config
+from dovetail.models.registry import parse_config, read_config
+from dovetail.models.spec import spec
 
 DRAFTS = 4
 PROMPTS = mixed_prompts(5, most=60)
@@ -38,12 +44,45 @@ PUBLISHED = {
     "dflash": BLOCKS,
     "dspark": BLOCKS | dict(markov_rank=8),
 }
+GEMMA4 = SIZES | dict(
+    model_type="gemma4_text", layer_types=["sliding_attention", "full_attention", "full_attention"],
+    num_hidden_layers=3, num_kv_shared_layers=1, sliding_window=8, head_dim=16, global_head_dim=16,
+    hidden_size_per_layer_input=0, final_logit_softcapping=20.0, eos_token_id=1,
+)  # fmt: skip
+ASSISTANT = dict(
+    model_type="gemma4_assistant", backbone_hidden_size=SIZES["hidden_size"], use_ordered_embeddings=True,
+    num_centroids=20, centroid_intermediate_top_k=8,
+    text_config=GEMMA4 | dict(hidden_size=32, num_hidden_layers=2, num_kv_shared_layers=2,
+                              layer_types=["sliding_attention", "full_attention"]),
+)  # fmt: skip
 SOME = ["itself", "eagle3", "dspark"]
-KINDS = [*SOME, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("another model", "dflash"))]
+KINDS = [*SOME, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("another model", "dflash", "assistant"))]
+
+
+def target_folder(kind: str, place) -> str:
+    """Return the model that a kind of draft model is for."""
+    if kind != "assistant":
+        return model_folder(place)
+    cfg, folder = parse_config(GEMMA4), place / "gemma4"
+    save(folder, cfg, init(spec(cfg), jax.random.key(0), jnp.float32, 0.1), small_tokenizer())
+    return str(folder)
+
+
+def assistant_folder(place) -> str:
+    """Return a Gemma 4 assistant in its published format."""
+    draft, folder = parse_draft(ASSISTANT, parse_config(GEMMA4), "here"), place / "assistant"
+    params = init(draft.spec(), jax.random.key(5), jnp.float32, 0.1)
+    params["clusters"]["tokens"] = jax.random.permutation(jax.random.key(6), SIZES["vocab_size"])
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(ASSISTANT))
+    save_file({name: array for name, _, array in write_specs(draft.spec(), params, {})}, folder / "model.safetensors")
+    return str(folder)
 
 
 def draft_folder(kind: str, place) -> str:
-    """Return a draft model of a kind for the model of `model_folder(place)`."""
+    """Return a draft model of a kind for the model of `target_folder(kind, place)`."""
+    if kind == "assistant":
+        return assistant_folder(place)
     if kind == "itself":
         return model_folder(place)
     if kind == "another model":
@@ -56,12 +95,26 @@ def draft_folder(kind: str, place) -> str:
 
 @pytest.fixture(scope="module", params=KINDS)
 def llm(request, tmp_path_factory):
-    place = tmp_path_factory.mktemp("drafts")
-    config = {"model": draft_folder(request.param, place), "num_speculative_tokens": DRAFTS}
-    made = LLM(model_folder(place), **OPTIONS | dict(max_num_seqs=4), speculative_config=config)
-    made.kind = request.param
+    return made_llm(request.param, tmp_path_factory.mktemp("drafts"))
+
+
+def made_llm(kind: str, place) -> LLM:
+    config = {"model": draft_folder(kind, place), "num_speculative_tokens": DRAFTS}
+    made = LLM(target_folder(kind, place), **OPTIONS | dict(max_num_seqs=4), speculative_config=config)
+    made.kind = kind
     compile_drafting(made)
     return made
+
+
+def test_an_assistant_drafts_from_the_targets_pages(tmp_path):
+    """All tests of this file with an assistant are thorough; this is the cheapest."""
+    config = {"method": "mtp", "model": assistant_folder(tmp_path), "num_speculative_tokens": DRAFTS}
+    llm = LLM(target_folder("assistant", tmp_path), **OPTIONS | dict(max_num_seqs=1), speculative_config=config)
+    llm.runner.steps.all([llm.runner.buckets.verify(1, DRAFTS)])
+    engine = drafting(llm)
+    for params in (CASES["greedy"], SAMPLED):
+        same(variant(llm).generate(PROMPTS[:1], params), engine.generate(PROMPTS[:1], params))
+    assert engine.engine.stats().speculation.drafts > 0
 
 
 def compile_drafting(llm: LLM) -> None:

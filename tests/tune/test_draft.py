@@ -43,6 +43,7 @@ LONG = pytest.mark.thorough
 KINDS = [
     "dspark",
     pytest.param("dflash", marks=LONG),
+    pytest.param("dflash2", marks=LONG),
     pytest.param("eagle3", marks=LONG),
     pytest.param("mtp", marks=LONG),
 ]
@@ -182,7 +183,7 @@ def steps_in_pages(model, params, target: Target, tokens: list[int], first: int,
     return T - 1 - first, steps
 
 
-@pytest.mark.parametrize("kind", ["dspark", pytest.param("dflash", marks=LONG)])
+@pytest.mark.parametrize("kind", ["dspark", *(pytest.param(kind, marks=LONG) for kind in ("dflash", "dflash2"))])
 def test_a_drafter_of_a_predictable_target_is_accepted(kind, tmp_path):
     folder = cycling_model(tmp_path)
     given = SMALL | {"drafter": {"kind": kind, "vocab": 0, "markov_rank": 8, "num_speculative_tokens": 4}}

@@ -89,7 +89,7 @@ def propose(
     cfg: ModelConfig,
     tokens: jax.Array,
     ctx: Paged,
-    pages: Cache,
+    cache: Cache,
     followed: Followed,
     slots: jax.Array,
     inputs: SampleInputs,
@@ -107,24 +107,25 @@ def propose(
         cfg: The target.
         tokens: [S], the newest token of each row.
         ctx: The context of the verify step, whose rows have the newest token and room for draft tokens.
-        pages: The draft model's pages.
+        cache: The pages, the target's and then the draft model's.
         followed: The state after earlier calls.
         slots: [S].
         inputs: The sampling parameters of the rows, for the position after the newest token.
         history: The counts of the penalties.
         count: K.
     """
-    S = tokens.shape[0]
+    S, held, pages = tokens.shape[0], cache[: len(cfg.layers)], cache[len(cfg.layers) :]
     drafted = jnp.maximum(jnp.diff(ctx.cu_q_lens) - 1, 0)
     first = jnp.minimum(jnp.arange(S + 1), ctx.num_seqs[0])
-    rows = replace(ctx, block_tables=_safe(ctx, pages[0]), kv_lens=ctx.kv_lens - drafted, cu_q_lens=first)
+    tables = _safe(ctx, pages[0]) if pages else ctx.block_tables
+    rows = replace(ctx, block_tables=tables, kv_lens=ctx.kv_lens - drafted, cu_q_lens=first)
     bare = replace(inputs, top_logprobs=jnp.full_like(inputs.top_logprobs, -1))
 
     def pick(j: int, logits: jax.Array) -> jax.Array:
         return sample(logits, advance(bare, j), history, MAX_LOGPROBS, ctx.platform, ctx.placement)[0]
 
     carried = followed.features[slots] if followed.features is not None else None
-    call = DraftCall(params["draft"], Target(params, cfg), tokens, rows, pages)
+    call = DraftCall(params["draft"], Target(params, cfg, held), tokens, rows, pages)
     return draft.draft(call, carried, count, pick)
 
 

@@ -203,7 +203,8 @@ class Programs:
             return StepProgram(shape, run_sampler, inputs, where, options)
         static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute, draft=self.draft)
         if shape.proposes:
-            inputs = params, cache[len(self.cfg.layers) :], tables, last, history, self.followed, flat
+            own = len(self.cfg.layers)
+            inputs = params, cache[:own], cache[own:], tables, last, history, self.followed, flat
             return StepProgram(shape, run_proposal, (*inputs, self._asked(shape)), static, options)
         if shape.is_decode or shape.drafts:
             run = run_verify if shape.drafts else run_decode

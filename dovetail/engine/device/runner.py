@@ -276,7 +276,7 @@ class Runner:
         assert self.cache is not None
         run, own = self.steps(shape), len(self.cfg.layers)
         flat, asked = self._packed(plan, shape, sampler)
-        given = self.cache[own:], self.tables, self.last, sampler.history, self.followed
+        given = self.cache[:own], self.cache[own:], self.tables, self.last, sampler.history, self.followed
         found, (pages, self.tables) = run(self._step_params, *given, flat, asked)
         self.cache = (*self.cache[:own], *pages)
         return found
@@ -319,24 +319,22 @@ class Runner:
 
     def steps_ready(self, rows: int, steps: int) -> int:
         """Return how many decode steps, up to `steps`, a dispatch can have now; more are compiled in the background."""
-        if steps > 1 and not self.is_warm and not self.steps.is_ready(shape := self.buckets.decode(rows, steps)):
-            self.steps.have(shape)
-            return 1
-        return steps
+        return steps if steps == 1 or self._has(self.buckets.decode(rows, steps)) else 1
 
     def drafts_ready(self, rows: int, drafts: int) -> bool:
         """Return whether a verify step with this many draft tokens per row can run now; if not, it is compiled."""
-        if not self.is_warm and not self.steps.is_ready(shape := self.buckets.verify(rows, drafts)):
-            self.steps.have(shape)
-            return False
-        return True
+        return self._has(self.buckets.verify(rows, drafts))
 
     def proposal_ready(self, rows: int, drafts: int) -> bool:
         """Return whether draft tokens can be proposed for the host now; if not, the program is compiled."""
-        if not self.is_warm and not self.steps.is_ready(shape := self.buckets.proposal(rows, drafts)):
-            self.steps.have(shape)
-            return False
-        return True
+        return self._has(self.buckets.proposal(rows, drafts))
+
+    def _has(self, shape: Shape) -> bool:
+        """Return whether a program can run now; if not, it is compiled in the background."""
+        if self.is_warm or self.steps.is_ready(shape):
+            return True
+        self.steps.have(shape)
+        return False
 
     def warm_up(self, sampler: Sampler, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile all steps, and run each once without a sequence.

@@ -177,7 +177,7 @@ def run_verify(
             assert state.followed is not None
             own, inputs_at = len(cfg.layers), replace(inputs, mask=inputs.mask[0])
             proposed, pages = propose(
-                draft, params, cfg, tokens[batch.cu_q_lens[:-1]], ctx, cache[own:], state.followed, batch.slots,
+                draft, params, cfg, tokens[batch.cu_q_lens[:-1]], ctx, cache, state.followed, batch.slots,
                 inputs_at, state.history, shape.drafts,
             )  # fmt: skip
             cache = (*cache[:own], *pages)
@@ -213,6 +213,7 @@ def run_verify(
 @functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("pages", "tables"))
 def run_proposal(
     params: Params,
+    held: Cache,
     pages: Cache,
     tables: jax.Array,
     last: jax.Array,
@@ -230,8 +231,8 @@ def run_proposal(
 ) -> tuple[jax.Array, tuple[Cache, jax.Array]]:
     """Propose the draft tokens of a verify step, for the host to compute the masks that depend on them.
 
-    The arguments are those of `run_verify`, with the parts of the state that a draft model reads; `pages` are its own,
-    and the mask of `asked` is [S, W].
+    The arguments are those of `run_verify`, with the parts of the state that a draft model reads: `held` are the
+    target's pages and `pages` its own. The mask of `asked` is [S, W].
 
     Returns:
         (the draft tokens [drafts, S], (pages, tables)).
@@ -241,8 +242,8 @@ def run_proposal(
     ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
     with compute.products(platform):
         found, pages = propose(
-            draft, params, cfg, batch.tokens[batch.cu_q_lens[:-1]], ctx, pages, followed, batch.slots, inputs, history,
-            shape.drafts,
+            draft, params, cfg, batch.tokens[batch.cu_q_lens[:-1]], ctx, (*held, *pages), followed, batch.slots,
+            inputs, history, shape.drafts,
         )  # fmt: skip
     return found, (pages, tables)
 

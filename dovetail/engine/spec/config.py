@@ -104,7 +104,7 @@ class SpeculativeConfig:
         return (most // 2, most) if most >= 4 else (most,)
 
 
-DRAFT_TOKENS = 7  # most draft tokens per step of drafters without weights
+DRAFT_TOKENS = 7  # most draft tokens per step if the config does not say
 EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 7}\''
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SpeculationCounts:
-    """Counters of speculative decoding, under vLLM's names (`vllm:spec_decode_num_*`)."""
+    """Count what speculative decoding did, under vLLM's names (`vllm:spec_decode_num_*`)."""
 
     drafts: int = 0  # rows of verify steps with draft tokens
     draft_tokens: int = 0

@@ -13,7 +13,7 @@ from dovetail.engine.request.sequence import Sequence
 
 
 class Node:
-    """The end of a substring: how often it occurred, and the tokens that followed it."""
+    """Hold how often a substring occurred, and the tokens that followed it."""
 
     __slots__ = ("children", "count")
 
@@ -86,7 +86,7 @@ def likeliest(node: Node, most: int, least: float) -> tuple[list[int], float]:
 
 @dataclass
 class _Stream:
-    """The matches of one sequence."""
+    """Hold the matches of one sequence."""
 
     own: SuffixTrie  # of its request
     done: int = 0  # tokens that are in the trie

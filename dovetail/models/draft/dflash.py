@@ -13,20 +13,20 @@ T tokens of a call, S sequences, W slots, D model dim, V the target's vocabulary
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.spec import ParamSpec, tree_map
+from dovetail.core.spec import tree_map
 from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, block
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
-from dovetail.models.draft.block_attention import BlockAttention, whole_blocks
-from dovetail.models.draft.dflash2 import CandidateSelector, DynamicConv, conv_block, declare
+from dovetail.models.draft.block_attention import Anchored, BlockAttention, whole_blocks
+from dovetail.models.draft.declare import declare, declare_norm, declare_tokens, in_target_vocab, without_model
+from dovetail.models.draft.dflash2 import CandidateSelector, DynamicConv, conv_block
 from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
 from dovetail.models.registry import FAMILIES
 from dovetail.models.spec import layer_spec
@@ -51,7 +51,7 @@ class DFlash:
     sample_from_anchor: bool = False  # whether the newest token's slot predicts too
     markov_rank: int = 0
     source: str = "{}"  # the config.json that it was read from
-    conv: DynamicConv | None = None  # around attention and MLP; such a drafter is only served
+    conv: DynamicConv | None = None  # around attention and MLP
     selector: CandidateSelector | None = None
 
     feature_dim = 0
@@ -88,13 +88,13 @@ class DFlash:
         layers = tuple(self._layer_spec(layer, i) for i, layer in enumerate(self.layers))
         tree: dict[str, Any] = {
             "fc": declare("fc.weight", (D, len(self.taps) * D), ("embed", None)),
-            "hidden_norm": declare("hidden_norm.weight", (D,), (None,), init="ones", active=0.0),
-            "layers": tree_map(_without_prefix, layers),
-            "norm": declare("norm.weight", (D,), (None,), init="ones", active=0.0),
+            "hidden_norm": declare_norm("hidden_norm.weight", D),
+            "layers": tree_map(without_model, layers),
+            "norm": declare_norm("norm.weight", D),
         }
         if self.own_head:
             tree["head"] = declare("lm_head.weight", (U, D), ("vocab", "embed"))
-            tree["d2t"] = declare("d2t", (U,), (None,), init="zeros", active=0.0, dtype="int32")
+            tree["d2t"] = declare_tokens("d2t", U)
         if self.markov_rank:
             w1 = declare("markov_head.markov_w1.weight", (V, self.markov_rank), ("vocab", None), active=0.0)
             w2 = declare("markov_head.markov_w2.weight", (U, self.markov_rank), ("vocab", None))
@@ -136,10 +136,11 @@ class DFlash:
         for j in range(count):
             own = logits[:, j]
             if self.markov_rank:
-                own += self.markov_bias(params, previous)
+                own += matmul(*self._markov(params, previous), out_dtype=jnp.float32)
             if self.selector:
                 own = self.selector.scores(params["selector"], own, hidden[:, j], previous)
-            previous = pick(j, self._in_target_vocab(params, own))
+            own = in_target_vocab(own, params["d2t"], self.cfg.vocab) if self.own_head else own
+            previous = pick(j, own)
             drafts.append(previous)
         return jnp.stack(drafts), cache
 
@@ -147,13 +148,6 @@ class DFlash:
         rope = self.layers[0].attn.rope
         assert rope is not None
         return rope.tables(token_rows(ctx, num_tokens)[1])
-
-    def _in_target_vocab(self, params: Params, logits: jax.Array) -> jax.Array:
-        """Return logits [S, U] as [S, V]; a token that the drafter does not know is never chosen."""
-        if not self.own_head:
-            return logits
-        everywhere = jnp.full((logits.shape[0], self.cfg.vocab), -jnp.inf)
-        return everywhere.at[:, target_ids(params["d2t"])].set(logits)
 
     # --- parts that serving and training share ------------------------------------------------------------------------
 
@@ -167,15 +161,15 @@ class DFlash:
         return embed(target.params, self.cfg, jnp.concatenate([anchors[..., None], masks], axis=-1), ctx.placement)
 
     def forward(
-        self, params: Params, x: jax.Array, table: tuple, ctx: Context, cache: Cache | None = None
+        self, params: Params, x: jax.Array, table: tuple, ctx: Anchored | Paged, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
         """Run the layers on blocks x [..., D] -> (the last norm's output, the pages with the blocks' tokens)."""
         stream, entries = Residual(x), []
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
             entry, how = None if cache is None else cache[i], dict[str, Any](cfg=self.cfg, layer=layer)
             if self.conv:
-                assert isinstance(ctx, Paged), "a drafter with convolutions is only served"
-                slots = x.shape[0] // ctx.kv_lens.shape[0]
+                blocks = ctx.visible.shape[1] if isinstance(ctx, Anchored) else ctx.kv_lens.shape[0]
+                slots = x.shape[-2] // blocks
                 stream, entry = conv_block(p, stream, table, ctx, entry, slots, conv=self.conv, **how)
             else:
                 stream, entry, _ = block(p, stream, table, ctx, entry, None, **how)
@@ -186,16 +180,14 @@ class DFlash:
         """Return the head [U, D]: the drafter's own, or the target's."""
         return params["head"] if self.own_head else target.params["embed" if target.cfg.tied else "head"]
 
-    def markov_bias(self, params: Params, previous: jax.Array) -> jax.Array:
-        """Return what the tokens before [...] add to the logits, [..., U]."""
-        return matmul(params["markov"]["w1"][previous], params["markov"]["w2"], out_dtype=jnp.float32)
+    def pairs(self, params: Params, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return the factors [..., R] and [U, R] of what the tokens before [...] add to the logits; None for nothing.
 
+        `hidden` [..., D] are the states that the logits are made of. DFlash 2 adds it for the best candidates alone.
+        """
+        if self.selector:
+            return self.selector.edges(params["selector"], hidden, previous)
+        return self._markov(params, previous) if self.markov_rank else None
 
-def target_ids(d2t: jax.Array) -> jax.Array:
-    """Return the target's ids [U] of the drafter's tokens."""
-    return jnp.arange(d2t.shape[0], dtype=jnp.int32) + d2t
-
-
-def _without_prefix(one: ParamSpec) -> ParamSpec:
-    names = tuple(name.removeprefix("model.") for name in one.stored.names)
-    return dataclasses.replace(one, stored=dataclasses.replace(one.stored, names=names))
+    def _markov(self, params: Params, previous: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return params["markov"]["w1"][previous], params["markov"]["w2"]

@@ -11,7 +11,7 @@ The candidates of a position are the tokens b with the highest logits U. With th
 
     S(b) = U(b) + <A[a] * W h, B[b]>
 
-N slots of all blocks, W slots of a block, S sequences, D model dim, V vocabulary, G groups, R rank.
+W slots of a block, S sequences, D model dim, V vocabulary, G groups, R rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.spec import ParamSpec, Stored
-from dovetail.core.types import Paged, Params
+from dovetail.core.spec import ParamSpec
+from dovetail.core.types import Context, Params
 from dovetail.models.block import Residual, feed_forward
 from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.draft.declare import declare
 from dovetail.ops.linear import matmul
 
 
@@ -39,22 +40,22 @@ class DynamicConv:
 
     def spec(self, name: str, dim: int) -> dict[str, ParamSpec]:
         """Return the weights, whose published names start with `name`."""
-        rows = 2 * self.taps * (dim // self.group_size)
+        rows, mean = 2 * self.taps * (dim // self.group_size), f"constant:{1 / self.taps}"
         return {
-            "base": declare(f"{name}.base_kernel", (2, self.taps, dim), (None, None, None), active=0.0),
+            "base": declare(f"{name}.base_kernel", (2, self.taps, dim), (None,) * 3, init=mean, active=0.0),
             "projection": declare(f"{name}.kernel_projection.weight", (rows, dim), (None, "embed")),
         }
 
     def around(
         self, p: Params, x: jax.Array, slots: int, inner: Callable[[jax.Array], tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any]:
-        """Return `inner` of x [N, D] with its input and its output convolved, and what else it returns."""
-        delta = matmul(x, p["projection"]).reshape(x.shape[0], 2, self.taps, -1)
-        y, more = inner(self._convolved(x, p["base"][0], delta[:, 0], slots))
-        return self._convolved(y, p["base"][1], delta[:, 1], slots), more
+        """Return `inner` of x [..., D] with its input and its output convolved, and what else it returns."""
+        delta = matmul(x, p["projection"]).reshape(*x.shape[:-1], 2, self.taps, -1)
+        y, more = inner(self._convolved(x, p["base"][0], delta[..., 0, :, :], slots))
+        return self._convolved(y, p["base"][1], delta[..., 1, :, :], slots), more
 
     def _convolved(self, x: jax.Array, base: jax.Array, delta: jax.Array, slots: int) -> jax.Array:
-        """Convolve x [N, D] with the kernels base [taps, D] + delta [N, taps, G]."""
+        """Convolve x [..., D] with the kernels base [taps, D] + delta [..., taps, G]."""
         blocks = x.reshape(-1, slots, x.shape[-1])
         kernels = base + jnp.repeat(delta, self.group_size, axis=-1)
         kernels = kernels.reshape(-1, slots, *base.shape)
@@ -73,10 +74,20 @@ class CandidateSelector:
         """Return the weights A, B and W."""
         table, name = ((vocab, self.rank), ("vocab", None)), "candidate_selector"
         return {
-            "before": declare(f"{name}.predecessor_codebook", *table, active=0.0),
+            "before": declare(f"{name}.predecessor_codebook", *table, init="ones", active=0.0),
             "after": declare(f"{name}.successor_codebook", *table, active=0.0),
             "projection": declare(f"{name}.hidden_projection.weight", (self.rank, dim), (None, "embed")),
         }
+
+    def edges(self, p: Params, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return A[a] * W h [..., R] and B [V, R], whose product is added to the logits.
+
+        Args:
+            p: The weights.
+            hidden: [..., D], the states that the logits are made of.
+            previous: [...], the tokens before.
+        """
+        return p["before"][previous] * matmul(hidden, p["projection"]), p["after"]
 
     def scores(self, p: Params, logits: jax.Array, hidden: jax.Array, previous: jax.Array) -> jax.Array:
         """Return the scores [S, V] of the candidates, -inf for other tokens.
@@ -84,17 +95,17 @@ class CandidateSelector:
         Args:
             p: The weights.
             logits: [S, V].
-            hidden: [S, D], the states that the logits are made of.
-            previous: [S], the tokens before.
+            hidden: [S, D]: see `edges`.
+            previous: [S].
         """
         values, ids = jax.lax.top_k(logits, self.top_k)
-        context = p["before"][previous] * matmul(hidden, p["projection"])
-        edges = jnp.einsum("sr,skr->sk", context, p["after"][ids], preferred_element_type=jnp.float32)
+        context, after = self.edges(p, hidden, previous)
+        edges = jnp.einsum("sr,skr->sk", context, after[ids], preferred_element_type=jnp.float32)
         return jnp.full_like(logits, -jnp.inf).at[jnp.arange(len(ids))[:, None], ids].set(values + edges)
 
 
 def conv_block(
-    p: Params, stream: Residual, table: tuple, ctx: Paged, entry: Any, slots: int, *, cfg: ModelConfig, layer: Layer,
+    p: Params, stream: Residual, table: tuple, ctx: Context, entry: Any, slots: int, *, cfg: ModelConfig, layer: Layer,
     conv: DynamicConv,
 ) -> tuple[Residual, Any]:  # fmt: skip
     """Run one layer with convolutions on blocks of `slots` slots (see models.block.block)."""
@@ -108,8 +119,3 @@ def conv_block(
     stream, h = stream.add_and_norm(h, p["mlp_norm"], cfg, ctx)
     h, _ = conv.around(p["mlp_conv"], h, slots, lambda x: feed_forward(p, cfg, layer, stream.x, x, ctx))
     return Residual(stream.x, h), pages
-
-
-def declare(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> ParamSpec:
-    """Return the spec of a weight that is stored as it is used."""
-    return ParamSpec(shape, axes, Stored((name,), shape), **more)

@@ -24,10 +24,11 @@ Pick = Callable[[int, jax.Array], jax.Array]  # (j, logits [S, V] f32) -> the dr
 
 
 class Target(NamedTuple):
-    """Hold the model that draft tokens are for; a draft model may use its embedding and its head."""
+    """Hold the model that draft tokens are for; a draft model may use its embedding, its head and its pages."""
 
     params: Params
     cfg: ModelConfig
+    cache: Cache = ()  # its pages, with the tokens before the newest; only `draft` is given them
 
 
 class DraftCall(NamedTuple):

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.errors import CheckpointError
-from dovetail.core.spec import ParamSpec, Stored, tree_map
+from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Cache, Context, Paged, Params
 from dovetail.models.block import Residual, Table, block, feed_forward, norm
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.decoder import embed, unembed
 from dovetail.models.draft.check import check_size, check_taps, check_verifier
+from dovetail.models.draft.declare import declare, declare_norm, declare_tokens, in_target_vocab, without_model
 from dovetail.models.draft.draft import Carried, DraftCall, Pick, Target
 from dovetail.models.draft.shift import MOST, features_before, of_rows, shifted
 from dovetail.models.family import Fields
@@ -96,27 +97,27 @@ class Eagle3:
         """Return the draft model's own weights as ParamSpecs."""
         d, wide = self.cfg.dim, len(self.taps) * self.target_dim
         tree: dict[str, Any] = {
-            "fc": _declare("fc.weight", (d, wide), (None, "embed")),
+            "fc": declare("fc.weight", (d, wide), (None, "embed")),
             "layers": tuple(self._layer_spec(i) for i in range(len(self.layers))),
-            "norm": _declare_norm("norm.weight", d),
-            "embed": _declare("embed_tokens.weight", (self.cfg.vocab, d), ("vocab", "embed"), active=0.0),
-            "head": _declare("lm_head.weight", (self.vocab, d), ("vocab", "embed")),
+            "norm": declare_norm("norm.weight", d),
+            "embed": declare("embed_tokens.weight", (self.cfg.vocab, d), ("vocab", "embed"), active=0.0),
+            "head": declare("lm_head.weight", (self.vocab, d), ("vocab", "embed")),
         }
         if self.norm_before_fc:
-            tree["input_norm"] = _declare_norm("input_norm.weight", wide)
+            tree["input_norm"] = declare_norm("input_norm.weight", wide)
         if self.fc_norm:
             names = [f"fc_norm.{i}.weight" for i in range(len(self.taps))]
-            tree["fc_norm"] = tuple(_declare_norm(name, self.target_dim) for name in names)
+            tree["fc_norm"] = tuple(declare_norm(name, self.target_dim) for name in names)
         if self.is_reduced:
-            tree["d2t"] = _declare("d2t", (self.vocab,), (None,), init="zeros", active=0.0, dtype="int32")
+            tree["d2t"] = declare_tokens("d2t", self.vocab)
         return {key: leaf for key, leaf in tree.items() if key not in self.shared}
 
     def _layer_spec(self, i: int) -> dict[str, Any]:
         layer = self.layers[i]
-        tree = tree_map(_without_model, layer_spec(self.cfg, family_of(self.cfg), layer, i))
+        tree = tree_map(without_model, layer_spec(self.cfg, family_of(self.cfg), layer, i))
         if i == 0:
             wide = {x: _widened(tree["attn"][x]) for x in layer.attn.projections}
-            hidden_norm = _declare_norm("layers.0.hidden_norm.weight", self.cfg.dim)
+            hidden_norm = declare_norm("layers.0.hidden_norm.weight", self.cfg.dim)
             tree |= {"attn": tree["attn"] | wide, "hidden_norm": hidden_norm}
         return tree
 
@@ -200,24 +201,7 @@ class Eagle3:
         if "head" in self.shared:
             return unembed(target.params, target.cfg, hidden)
         logits = matmul(hidden, params["head"], out_dtype=jnp.float32)
-        if not self.is_reduced:
-            return logits
-        drafted = jnp.arange(self.vocab) + params["d2t"]
-        return jnp.full((len(hidden), self.cfg.vocab), -jnp.inf).at[:, drafted].set(logits)
-
-
-def _declare(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> ParamSpec:
-    return ParamSpec(shape, axes, Stored((name,), shape), **more)
-
-
-def _declare_norm(name: str, dim: int) -> ParamSpec:
-    return _declare(name, (dim,), (None,), init="ones", active=0.0)
-
-
-def _without_model(leaf: ParamSpec) -> ParamSpec:
-    """Return the spec with names such as layers.0.mlp.up_proj.weight, which a draft model has no `model.` before."""
-    names = tuple(name.removeprefix("model.") for name in leaf.stored.names)
-    return dataclasses.replace(leaf, stored=dataclasses.replace(leaf.stored, names=names))
+        return in_target_vocab(logits, params["d2t"], self.cfg.vocab) if self.is_reduced else logits
 
 
 def _widened(leaf: ParamSpec) -> ParamSpec:

@@ -1,7 +1,8 @@
 """Find the kind of a draft model in its config.json, and parse it.
 
 Published formats: that of `speculators` (`speculators_model_type`), EAGLE-3's original one (an architecture with Eagle3
-in its name), z-lab's of DFlash (`dflash_config`, `block_size`). Every other config.json is of an ordinary model.
+in its name), z-lab's of DFlash (`dflash_config`, `block_size`), that of the Gemma 4 assistant (`model_type`). Every
+other config.json is of an ordinary model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dovetail.models.registry import parse_config
 
 KINDS = ("eagle3", "mtp", "dflash", "dspark")  # with weights that only a draft model has
 PLAIN = "draft_model"
-NOT_SUPPORTED = {"gemma4_assistant": "the Gemma 4 assistant"}  # by model_type
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types; vLLM calls them mtp too
 
 
 def draft_kind(hf: dict[str, Any], where: str = "config.json") -> str:
@@ -32,11 +33,8 @@ def draft_kind(hf: dict[str, Any], where: str = "config.json") -> str:
                 param="speculators_model_type",
             )
         return kind
-    if str(hf.get("model_type")) in NOT_SUPPORTED:
-        name = NOT_SUPPORTED[hf["model_type"]]
-        raise UnsupportedError(
-            f"{where}: {name} is not supported as a draft model. Supported: {', '.join(KINDS)}", param="model_type"
-        )
+    if hf.get("model_type") in ASSISTANTS:
+        return "mtp"
     architectures = " ".join(map(str, hf.get("architectures") or ())).lower()
     for kind in ("eagle3", "dspark", "dflash"):
         if kind in architectures:
@@ -61,6 +59,10 @@ def parse_draft(hf: dict[str, Any], target: ModelConfig, where: str) -> DraftMod
         from dovetail.models.draft.eagle3 import parse_eagle3
 
         return parse_eagle3(hf, target, where)
+    if hf.get("model_type") in ASSISTANTS:
+        from dovetail.models.draft.assistant import parse_assistant
+
+        return parse_assistant(hf, target, where)
     if kind == "mtp":
         from dovetail.models.draft.mtp import parse_mtp
 

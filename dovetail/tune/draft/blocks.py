@@ -1,4 +1,4 @@
-"""Run block drafters (DFlash, DSpark) on packed rows.
+"""Run block drafters (DFlash, DFlash 2, DSpark) on packed rows.
 
 A block sees the hidden states of the tokens before its start, of the same document, and itself.
 
@@ -58,3 +58,7 @@ class TrainedBlocks:
         assert rope is not None
         hidden, _ = self.model.forward(params, x.reshape(B, A * slots, -1), rope.tables(positions), anchored)
         return hidden.reshape(B, A, slots, -1)[:, :, slots - self.model.most :]
+
+    def pairs(self, params: Params, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return what the tokens before add to the logits (see DFlash.pairs)."""
+        return self.model.pairs(params, hidden, previous)

@@ -91,6 +91,9 @@ class TrainedChains:
         """Return the states [B, A, N, D]: a draft after the newest token is the chain of the token before it."""
         return take(prepared, jnp.maximum(newest - 1, 0))
 
+    def pairs(self, params: Params, hidden: jax.Array, previous: jax.Array) -> None:
+        """Return nothing: a chain reads the tokens before itself."""
+
 
 @dataclass(frozen=True)
 class TrainedMtp:
@@ -111,7 +114,7 @@ class TrainedMtp:
             found.append(hidden)
         return jnp.stack(found, axis=2)
 
-    hidden = TrainedChains.hidden
+    hidden, pairs = TrainedChains.hidden, TrainedChains.pairs
 
     def _block(self, *given: Any, cfg: ModelConfig, layer: Layer) -> Any:
         return block(*given, cfg=cfg, layer=_chained(layer) if self.steps > 1 else layer)

@@ -14,13 +14,15 @@ from dovetail.core.types import Params
 from dovetail.io.hub import name_for_others
 from dovetail.models.attention import Attention
 from dovetail.models.config import ModelConfig
+from dovetail.models.draft.dflash_config import DFLASH2
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.draft.registry import parse_draft
 from dovetail.ops.rope import Rope
 from dovetail.tune.draft_sections import BLOCKS, DrafterSettings
 
 NAMES = {
-    "dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "eagle3": "Eagle3Speculator", "mtp": "MTPDraftModel",
+    "dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2Speculator",
+    "eagle3": "Eagle3Speculator", "mtp": "MTPDraftModel",
 }  # fmt: skip
 EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # a draft token is accepted if it is the target's
 HEAD_DIM = 128  # where the target's attention has no heads to copy (MLA)
@@ -96,6 +98,8 @@ def _of_kind(wanted: DrafterSettings, target: ModelConfig) -> dict[str, Any]:
         "sample_from_anchor": from_anchor,
         "sliding_window_non_causal": False,
     }
+    if wanted.kind == "dflash2":
+        return block | DFLASH2 | {"selector_rank": wanted.markov_rank}
     if not from_anchor:
         return block
     head = {"markov_rank": wanted.markov_rank, "markov_head_type": "vanilla"}

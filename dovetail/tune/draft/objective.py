@@ -5,7 +5,8 @@ the answer's, and its distribution q with the target's p:
 
     loss = sum_k w_k ((1 - l1) CE + l1 |p - q|) / sum_k w_k,   w_k = exp(-(k - 1) / gamma)
 
-B rows, T tokens, A starts of a row, N draft tokens of each, D model dim, R Markov rank, U the drafter's vocabulary.
+B rows, T tokens, A starts of a row, N draft tokens of each, D model dim, R rank of token pairs,
+U the drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -53,29 +54,33 @@ class Trained(Protocol):
         """Return the states [B, A, N, D] of the draft tokens after the newest tokens [B, A]."""
         ...
 
+    def pairs(self, params: Params, hidden: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """Return the factors [B, A, N, R] and [U, R] of what the tokens before [B, A, N] add to the logits, or None."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedHead:
-    """Hold a frozen head [U, D], and beside it the Markov head's second matrix [U, R] if there is one.
+    """Hold a frozen head [U, D], and beside it the trained table [U, R] of token pairs if there is one.
 
     It is an ops.linear.Weight [U, D + R], of which only the second part has a gradient.
     """
 
     head: jax.Array
-    markov: jax.Array | None = None
+    pairs: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return the shape of both parts."""
-        return self.head.shape[0], self.head.shape[1] + (0 if self.markov is None else self.markov.shape[1])
+        return self.head.shape[0], self.head.shape[1] + (0 if self.pairs is None else self.pairs.shape[1])
 
     def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array:
         """Multiply as ops.linear.matmul."""
-        if self.markov is None:
+        if self.pairs is None:
             return matmul(x, self.head, out_dtype=out_dtype)
         hidden, previous = jnp.split(x, [self.head.shape[1]], axis=-1)
-        return matmul(hidden, self.head, out_dtype=out_dtype) + matmul(previous, self.markov, out_dtype=out_dtype)
+        return matmul(hidden, self.head, out_dtype=out_dtype) + matmul(previous, self.pairs, out_dtype=out_dtype)
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,9 @@ class DraftObjective:
         B, A, N = starts.before.shape
         hidden = self.trained.hidden(params, prepared, batch, ctx, starts.newest)
         ours = head = SharedHead(self.states.head(cfg, ctx))
-        if "markov" in params:
-            before = params["markov"]["w1"][take(batch.tokens, starts.before)]
-            hidden = jnp.concatenate([hidden, before.astype(hidden.dtype)], axis=-1)
-            ours = dataclasses.replace(head, markov=params["markov"]["w2"])
+        if pairs := self.trained.pairs(params, hidden, take(batch.tokens, starts.before)):
+            hidden = jnp.concatenate([hidden, pairs[0].astype(hidden.dtype)], axis=-1)
+            ours = dataclasses.replace(head, pairs=pairs[1])
         flat = starts.before.reshape(B, -1)
         wanted = self.states.draft_token(take(batch.targets, flat))
         own = dict(scale=cfg.logit_scale, softcap=cfg.logit_softcap) if self.trained.scales else {}

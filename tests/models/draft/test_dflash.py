@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_cases import random_params
 from refusals import refuses
 
 from dovetail.core.errors import CheckpointError, UnsupportedError
-from dovetail.core.spec import init, leaves
+from dovetail.core.spec import leaves
 from dovetail.core.types import Paged
 from dovetail.models.decoder import init_cache
 from dovetail.models.draft.dflash import DFlash
+from dovetail.models.draft.dflash2 import DynamicConv
 from dovetail.models.draft.dflash_config import parse_dflash
 from dovetail.models.draft.draft import DraftCall, Target
 from dovetail.models.draft.registry import draft_kind
@@ -52,8 +54,7 @@ CONFIGS = {
 
 
 def weights(model: DFlash, seed: int = 0) -> dict:
-    grown = lambda x: x * 8 if x.ndim > 1 else x + 0.1 * jnp.arange(x.shape[0])  # noqa: E731
-    params = jax.tree.map(grown, init(model.spec(), jax.random.key(seed), jnp.float32))
+    params = random_params(model.spec(), seed)
     if model.own_head:
         ids = np.sort(np.random.default_rng(seed).choice(V, U, replace=False))
         params["d2t"] = jnp.asarray(ids - np.arange(U), jnp.int32)
@@ -334,6 +335,15 @@ def test_dflash_2_of_both_layouts():
     assert names["layers.1.mlp_conv.kernel_projection.weight"] == (16, D)
     assert names["layers.0.attention_conv.base_kernel"] == (2, 2, D)
     assert names["candidate_selector.successor_codebook"] == (V, 8)
+
+
+def test_convolutions_of_training_rows_are_those_of_each_block():
+    conv, slots = DynamicConv(2, 8), 4
+    p = random_params(conv.spec("conv", D), seed=0)
+    x = jax.random.normal(jax.random.key(1), (2, 3 * slots, D))
+    rows, _ = conv.around(p, x, slots, lambda y: (y * y, None))
+    blocks, _ = conv.around(p, x.reshape(-1, D), slots, lambda y: (y * y, None))
+    np.testing.assert_array_equal(rows.reshape(-1, D), blocks)
 
 
 def test_a_sliding_layer_is_causal_unless_the_config_says_otherwise():
