@@ -48,6 +48,7 @@ def with_formats(specs: Any, formats: Formats | Mapping[str, Format]) -> Any:
 
 
 def formats_of(params: Params) -> Formats:
-    """Return the formats of the weights in a tree."""
+    """Return the formats of the weights in a tree, also of one whose projections are joined (models.publish)."""
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    return tuple((path_name(path), leaf.format) for path, leaf in found if is_quantized(leaf))
+    named = ((*path_name(path).rpartition("."), leaf) for path, leaf in found if is_quantized(leaf))
+    return tuple((f"{above}{dot}{name}", leaf.format) for above, dot, last, leaf in named for name in last.split("+"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -19,9 +21,7 @@ def pack(form: Format, rows: jax.Array) -> dict[str, jax.Array]:
     size, group = rows.shape[-1], form.group or rows.shape[-1]
     padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -size % group)])
     groups = padded.reshape(*rows.shape[:-1], -1, group)
-    arrays = {"int8": _int8, "w8a8": _int8, "fp8": _fp8, "int4": _int4, "uint4": _uint4, "nf4": _nf4, "mxfp4": _mxfp4}[
-        form.name
-    ](form, groups)
+    arrays = PACKERS[form.name](form, groups)
     codes = arrays.pop("codes").reshape(padded.shape)[..., :size]
     if form.name in ("int4", "uint4", "nf4", "mxfp4"):
         codes = _pairs(codes.astype(jnp.uint8), upper_first=form.name == "nf4")
@@ -79,3 +79,8 @@ def _pairs(codes: jax.Array, upper_first: bool) -> jax.Array:
     """Return [..., n / 2] bytes of codes [..., n]."""
     first, second = jnp.moveaxis(codes.reshape(*codes.shape[:-1], -1, 2), -1, 0)
     return first << 4 | second if upper_first else second << 4 | first
+
+
+PACKERS: dict[str, Callable[[Format, jax.Array], dict[str, jax.Array]]] = {
+    "int8": _int8, "w8a8": _int8, "fp8": _fp8, "int4": _int4, "uint4": _uint4, "nf4": _nf4, "mxfp4": _mxfp4,
+}  # fmt: skip

@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import UnsupportedError
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement, array_shardings
 from dovetail.core.spec import ParamSpec, leaf_dtype
 from dovetail.ops.dispatch import quantized_kernel
 from dovetail.ops.linear import grouped, matmul, matmul_transposed, per_head
-from dovetail.ops.quant.pack import pack
+from dovetail.ops.quant.pack import PACKERS, pack
 from dovetail.ops.quant.unpack import unpack
 
 PART = 1 << 26  # values of a matrix that are unpacked at a time
@@ -147,6 +148,11 @@ def rounded(leaf: ParamSpec, weight: jax.Array, placement: Placement | None = No
     """Return a weight rounded to the format of its spec, which may be none."""
     if leaf.format is None:
         return weight
+    if leaf.format.name not in PACKERS:
+        raise UnsupportedError(
+            f"weights cannot be rounded to {leaf.format.name}, which can only be read: choose another quantization",
+            param="quantization",
+        )
     out, size = leaf.rows
     arrays = _pack(leaf.format, weight.reshape(*out, size))
     if placement is not None:
