@@ -46,7 +46,7 @@ from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, greedy, unembed
-from dovetail.models.formats import Formats, rounded_formats
+from dovetail.models.formats import Formats, formats_of, rounded_formats, with_formats
 from dovetail.models.registry import parse_config, read_config, read_json, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
 
@@ -80,17 +80,18 @@ class Model:
 
     def summary(self) -> list[tuple[str, str]]:
         """Return rows that describe the loaded model, for a table."""
-        return [*summary(self.config, self.dtype, self.compute), ("from", self.source)]
+        return [*summary(self.config, self.dtype, self.compute, formats_of(self.params)), ("from", self.source)]
 
 
-def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute) -> list[tuple[str, str]]:
-    """Return rows that describe a model with weights of `dtype`, for a table."""
+def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute, formats: Formats = ()) -> list[tuple[str, str]]:
+    """Return rows that describe a model with weights of `dtype`, some of them in `formats`, for a table."""
+    held, kinds = num_bytes(with_formats(spec(cfg), formats), dtype), {form.describe() for _, form in formats}
     return [
         ("family", cfg.family),
         ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
         ("attention heads", _heads(cfg)),
         ("parameters", format_count(num_params(spec(cfg)))),
-        ("weights", f"{format_bytes(num_bytes(spec(cfg), dtype))} in {dtype.name}"),
+        ("weights", f"{format_bytes(held)} in {' and '.join([*sorted(kinds), dtype.name])}"),
         ("dtype here", f"{compute.name}: {compute.describe()}"),
         ("KV cache", f"{format_bytes(kv_bytes_per_token(cfg, dtype.itemsize))} per token"),
         ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
@@ -347,6 +348,15 @@ def outline(x: str) -> tuple[ModelConfig, Any]:
     cfg = config_of(x)
     hf = cfg.to_hf()
     return cfg, hf.get("dtype") or hf.get("torch_dtype")
+
+
+def formats_in(x: str) -> Formats:
+    """Return the formats of a local model's weights as they are stored; empty if there is only a config."""
+    path = local(x)
+    if not path or not (path.suffix == ".gguf" or any(path.glob("*.safetensors"))):
+        return ()
+    checkpoint, cfg, _ = open_checkpoint(path)
+    return stored_formats(checkpoint, cfg, str(path))
 
 
 def config_of(x: str) -> ModelConfig:

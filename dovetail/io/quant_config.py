@@ -1,7 +1,7 @@
 """Read `quantization_config` of a Hugging Face config.json: how each method stores a quantised tensor.
 
-A method says which tensors belong to a module (`Layout.parts`), the format of its weight, and how the stored tensors
-become the arrays of that format (core.formats). Which modules are quantised follows from the tensors that a checkpoint
+A method says which tensors belong to a module (`TensorLayout.parts`), the format of its weight, and how the stored
+tensors become the arrays of that format (core.formats). Which modules are quantised follows from the tensors that a checkpoint
 has: a module of an `ignore` list has a plain weight. Activations are computed in the model's dtype, also where the
 checkpoint was made for rounded ones.
 
@@ -30,7 +30,7 @@ ACTIVATIONS = re.compile(r".*\.(input_scale|input_global_scale|k_scale|v_scale|q
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Describe how one module's weight is stored."""
 
     form: Format
@@ -42,10 +42,10 @@ class Layout:
 
 Below = Mapping[str, tuple[Shape, np.dtype]]  # the shapes and dtypes of a module's tensors, by suffix
 Read = Callable[[str], np.ndarray]  # reads one of them
-Method = Callable[[Mapping[str, Any], str, Below, Read], Layout | None]
+Method = Callable[[Mapping[str, Any], str, Below, Read], TensorLayout | None]
 
 
-def layout_of(config: Mapping[str, Any], module: str, below: Below, read: Read) -> Layout | None:
+def layout_of(config: Mapping[str, Any], module: str, below: Below, read: Read) -> TensorLayout | None:
     """Return the layout of a module's weight; None if it is not quantised.
 
     Args:
@@ -68,7 +68,7 @@ def refuse(what: str) -> UnsupportedError:
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
 
 
-def _compressed(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layout | None:
+def _compressed(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
     if ".weight_packed" not in below and ".weight_scale" not in below:
         return None
     group = _group_of(config, module)
@@ -101,7 +101,7 @@ def _group_of(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     return groups[0]
 
 
-def _packed_integers(module: str, args: Mapping[str, Any], below: Below) -> Layout:
+def _packed_integers(module: str, args: Mapping[str, Any], below: Below) -> TensorLayout:
     bits, symmetric = args.get("num_bits"), args.get("symmetric", True)
     if args.get("type", "int") != "int" or (bits, symmetric) not in ((4, True), (4, False), (8, True)):
         kind = "symmetric" if symmetric else "asymmetric"
@@ -120,10 +120,10 @@ def _packed_integers(module: str, args: Mapping[str, Any], below: Below) -> Layo
         return arrays
 
     parts = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")
-    return Layout(Format(name, group, dtype.name), (O, size), parts, decode)
+    return TensorLayout(Format(name, group, dtype.name), (O, size), parts, decode)
 
 
-def _packed_floats(kind: str, below: Below) -> Layout:
+def _packed_floats(kind: str, below: Below) -> TensorLayout:
     (O, half), (scales, _) = below[".weight_packed"][0], below[".weight_scale"]
     is_nv, group = kind.startswith("nvfp4"), half * 2 // scales[-1]
 
@@ -134,10 +134,10 @@ def _packed_floats(kind: str, below: Below) -> Layout:
         return arrays
 
     form = Format("nvfp4", group, "float8_e4m3fn") if is_nv else Format("mxfp4", group, "uint8")
-    return Layout(form, (O, half * 2), (".weight_packed", ".weight_scale", ".weight_global_scale"), decode)
+    return TensorLayout(form, (O, half * 2), (".weight_packed", ".weight_scale", ".weight_global_scale"), decode)
 
 
-def _scaled(module: str, below: Below, scale: str, blocks: Sequence[Any]) -> Layout:
+def _scaled(module: str, below: Below, scale: str, blocks: Sequence[Any]) -> TensorLayout:
     """Return the layout of int8 or e4m3 numbers with a scale for the tensor, each row, or each block [rows, values]."""
     (O, size), kind = below[".weight"]
     scales = below[scale][0]
@@ -150,7 +150,7 @@ def _scaled(module: str, below: Below, scale: str, blocks: Sequence[Any]) -> Lay
     def decode(t: Arrays) -> Arrays:
         return {"codes": t[".weight"], "scale": _by_row(t[scale], O, blocks[0]).astype(np.float32)}
 
-    return Layout(Format(names[kind.name], group), (O, size), (".weight", scale), decode)
+    return TensorLayout(Format(names[kind.name], group), (O, size), (".weight", scale), decode)
 
 
 def _group(module: str, size: int, groups: int, given: Any) -> int:
@@ -174,7 +174,7 @@ def _by_row(scale: np.ndarray, rows: int, block: Any = None) -> np.ndarray:
 # --- gptq and awq -----------------------------------------------------------------------------------------------------
 
 
-def _gptq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layout | None:
+def _gptq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
     if ".qweight" not in below:
         return None
     bits, symmetric = config.get("bits"), bool(config.get("sym", True))
@@ -197,10 +197,10 @@ def _gptq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layo
         return arrays if symmetric else arrays | {"zero": zero.T.astype(np.uint8)}
 
     form = Format(name, group, below[".scales"][1].name)
-    return Layout(form, (O, size), (".qweight", ".qzeros", ".scales", ".g_idx"), decode)
+    return TensorLayout(form, (O, size), (".qweight", ".qzeros", ".scales", ".g_idx"), decode)
 
 
-def _awq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layout | None:
+def _awq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
     if ".qweight" not in below:
         return None
     if config.get("bits") != 4 or str(config.get("version", "gemm")).lower() != "gemm":
@@ -218,7 +218,7 @@ def _awq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layou
 
     group = _group(module, size, groups, config.get("group_size"))
     form = Format("int4" if symmetric else "uint4", group, below[".scales"][1].name)
-    return Layout(form, (O, size), (".qweight", ".qzeros", ".scales"), decode)
+    return TensorLayout(form, (O, size), (".qweight", ".qzeros", ".scales"), decode)
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:
@@ -240,13 +240,13 @@ def _pairs(codes: np.ndarray) -> np.ndarray:
 # --- fp8, mxfp4, bitsandbytes -----------------------------------------------------------------------------------------
 
 
-def _fp8(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layout | None:
+def _fp8(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
     scale = next((name for name in (".weight_scale_inv", ".weight_scale") if name in below), None)
     blocks = config.get("weight_block_size") or [None, None]
     return _scaled(module, below, scale, blocks) if scale else None  # both multiply
 
 
-def _mxfp4(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Layout | None:
+def _mxfp4(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
     if "_blocks" not in below:
         return None
     E, rows, groups, half = below["_blocks"][0]
@@ -255,12 +255,12 @@ def _mxfp4(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Lay
         return {"codes": t["_blocks"].reshape(E, rows, groups * half), "scale": t["_scales"]}
 
     form, size = Format("mxfp4", 2 * half, "uint8"), groups * half * 2
-    return Layout(form, (E, size, rows), ("_blocks", "_scales"), decode, transposed=True)
+    return TensorLayout(form, (E, size, rows), ("_blocks", "_scales"), decode, transposed=True)
 
 
-def _bitsandbytes(config: Mapping[str, Any], module: str, below: Below, read: Read) -> Layout | None:
+def _bitsandbytes(config: Mapping[str, Any], module: str, below: Below, read: Read) -> TensorLayout | None:
     if ".SCB" in below:
-        return Layout(Format("int8"), below[".weight"][0], (".weight", ".SCB"), _bitsandbytes_int8)
+        return TensorLayout(Format("int8"), below[".weight"][0], (".weight", ".SCB"), _bitsandbytes_int8)
     state = next((name for name in below if name.startswith(".weight.quant_state.")), None)
     if state is not None and not state.endswith("__nf4"):
         raise refuse(f"bitsandbytes {state.rpartition('__')[2]!r}")
@@ -271,7 +271,7 @@ def _bitsandbytes_int8(t: Arrays) -> Arrays:
     return {"codes": t[".weight"], "scale": t[".SCB"].reshape(-1, 1).astype(np.float32) / np.float32(127)}
 
 
-def _nf4(state: np.ndarray, parts: tuple[str, ...]) -> Layout:
+def _nf4(state: np.ndarray, parts: tuple[str, ...]) -> TensorLayout:
     """Return the layout of a weight whose shape is in its state, a JSON text."""
     found = json.loads(state.tobytes())
     (O, size), block = found["shape"], found["blocksize"]
@@ -287,7 +287,7 @@ def _nf4(state: np.ndarray, parts: tuple[str, ...]) -> Layout:
             scale = t[".weight.nested_quant_map"][scale] * nested + np.float32(found["nested_offset"])
         return {"codes": t[".weight"].reshape(O, size // 2), "scale": scale.reshape(O, -1).astype(np.float32)}
 
-    return Layout(Format("nf4", block), (O, size), parts, decode)
+    return TensorLayout(Format("nf4", block), (O, size), parts, decode)
 
 
 METHODS: dict[str, Method] = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from dovetail.core.errors import CheckpointError, UnsupportedError, UserError
 from dovetail.core.formats import Format
-from dovetail.io.quant_config import ACTIVATIONS, METHODS, Arrays, Layout, layout_of, refuse
+from dovetail.io.quant_config import ACTIVATIONS, METHODS, Arrays, TensorLayout, layout_of, refuse
 from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.ops.quant.unpack import unpack
 
@@ -43,7 +43,7 @@ class QuantizedFolder:
         for name in stored:
             if match := OF_MODULE.fullmatch(name):
                 modules.setdefault(match["module"], {})[match["suffix"]] = stored[name]
-        self._layouts: dict[str, tuple[str, Layout]] = {}  # by plain name, with the module
+        self._layouts: dict[str, tuple[str, TensorLayout]] = {}  # by plain name, with the module
         taken = set()
         for module, below in modules.items():
             with self._naming(module):
