@@ -23,7 +23,7 @@ from dovetail.models.formats import Formats, may_quantize, with_formats
 from dovetail.models.mtp import mtp_copies, with_mtp
 from dovetail.models.registry import family_of, vision_family_of
 from dovetail.models.spec import VISION, spec
-from dovetail.ops.quant.weight import quantized, rounded
+from dovetail.ops.quant.weight import is_quantized, quantized, rounded
 
 MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")  # the one tensor that no other kind of layer has
 FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -258,20 +258,28 @@ def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, 
 
 
 def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yield (name, bytes, array) for every tensor of a tree of specs, and for copies of some under other names."""
-    flat = {path: array for (path, _), array in zip(leaves(specs), jax.tree.leaves(params), strict=True)}
+    """Yield (name, bytes, array) for every tensor of a tree of specs, and for copies of some under other names.
+
+    Quantised weights are unpacked.
+    """
+    found = jax.tree.leaves(params, is_leaf=is_quantized)
+    flat = {path: weight for (path, _), weight in zip(leaves(specs), found, strict=True)}
     table = _parts(specs)
     host: dict[str, np.ndarray] = {}
     for name, parts in [*table.items(), *((copy, table[name]) for copy, name in copies.items())]:
         stored = parts[0].spec.stored
         # experts' tensors come weight after weight: keep the few weights that the current names share
-        host = {p.path: host[p.path] if p.path in host else np.asarray(flat[p.path]) for p in parts}
+        host = {p.path: host[p.path] if p.path in host else _plain(flat[p.path]) for p in parts}
         tensor = np.empty(stored.shape, host[parts[0].path].dtype)
         for part in parts:
             value = host[part.path] if part.index is None else host[part.path][part.index]
             hole = part.spec.stored.cut(tensor)
             hole[...] = value.reshape(hole.shape)
         yield name, tensor.nbytes, tensor
+
+
+def _plain(weight: Any) -> np.ndarray:
+    return np.asarray(weight.dense() if is_quantized(weight) else weight)
 
 
 def stored_bytes(cfg: ModelConfig, params: Params) -> int:

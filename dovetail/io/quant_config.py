@@ -1,9 +1,9 @@
 """Read `quantization_config` of a Hugging Face config.json: how each method stores a quantised tensor.
 
 A method says which tensors belong to a module (`TensorLayout.parts`), the format of its weight, and how the stored
-tensors become the arrays of that format (core.formats). Which modules are quantised follows from the tensors that a checkpoint
-has: a module of an `ignore` list has a plain weight. Activations are computed in the model's dtype, also where the
-checkpoint was made for rounded ones.
+tensors become the arrays of that format (core.formats). Which modules are quantised follows from the tensors that a
+checkpoint has: a module of an `ignore` list has a plain weight. Activations are computed in the model's dtype, also
+where the checkpoint was made for rounded ones.
 
 O out, I in, E experts, g values of a group.
 """

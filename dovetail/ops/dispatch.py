@@ -279,6 +279,17 @@ def quantized_kernel(
     return None  # no kernel reads packed weights yet
 
 
+def quantized_grouped_kernel(
+    form: Format, platform: str | None, placement: Placement | None
+) -> Callable[[jax.Array, Any, jax.Array], jax.Array] | None:
+    """Return the grouped product with quantised experts [E, out, in] in this format; None for the reference.
+
+    A kernel is called with the rows [M, in], the experts (ops.quant.weight.Quantized) and the sizes of the groups; on a
+    mesh with the arrays of one device.
+    """
+    return None  # likewise
+
+
 def has_loss_kernel(placement: Placement | None) -> bool:
     """Return whether cross entropy and its gradient are one kernel."""
     return is_one_gpu(placement.platform if placement else None, placement)

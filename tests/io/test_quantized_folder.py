@@ -274,10 +274,14 @@ def test_a_plain_copy(tmp_path):
     """`dovetail convert` writes the weights unpacked, and a config that does not speak of quantisation."""
     weights = write(tmp_path / "m", "awq")
     convert(tmp_path / "m", tmp_path / "plain", dtype="f32")
+    kept = load(tmp_path / "m", dtype="f32")
+    save(tmp_path / "saved", kept.config, kept.params, None)
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     stored = load_file(tmp_path / "plain/model.safetensors")
+    saved = load_file(tmp_path / "saved/model.safetensors")
     for name, want in weights.items():
         np.testing.assert_allclose(stored[name], want, rtol=1e-6)
+        np.testing.assert_array_equal(saved[name], stored[name])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dovetail.core.errors import UnsupportedError
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement, array_shardings
 from dovetail.core.spec import ParamSpec, leaf_dtype
-from dovetail.ops.dispatch import quantized_kernel
+from dovetail.ops.dispatch import quantized_grouped_kernel, quantized_kernel
 from dovetail.ops.linear import grouped, matmul, matmul_transposed, per_head
 from dovetail.ops.quant.pack import PACKERS, pack
 from dovetail.ops.quant.unpack import unpack
@@ -87,6 +87,9 @@ class Quantized:
 
     def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
         """Multiply as ops.linear.grouped does."""
+        kernel = quantized_grouped_kernel(self.format, platform or self.platform, self.placement)
+        if kernel is not None:
+            return kernel(rows, self, sizes)
         return jax.checkpoint(lambda rows, w: grouped(rows, w.dense(), sizes, platform))(rows, self)
 
     def _as_matrix(self) -> Quantized:
