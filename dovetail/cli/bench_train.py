@@ -89,9 +89,9 @@ def _adapters(given: dict):
 
     from dovetail.core.compute import compute_of
     from dovetail.core.recipe import read
-    from dovetail.core.spec import init, is_spec, path_name
-    from dovetail.models.frozen import pack
-    from dovetail.models.spec import spec
+    from dovetail.core.spec import init, tree_map
+    from dovetail.models.frozen import frozen_spec
+    from dovetail.ops.quant.weight import rounded
     from dovetail.tune.settings import Sft
     from dovetail.tune.sft import sft_objective
 
@@ -100,11 +100,11 @@ def _adapters(given: dict):
     dtype = compute_of(settings.precision.compute).dtype
 
     def load(cfg, placement):
-        def one(path, leaf):
+        def one(leaf):
             weight = init(leaf, jax.random.key(0), dtype, 0.02, placement.sharding(leaf.axes, leaf.shape))
-            return pack(path_name(path), leaf, weight, settings.held, placement)
+            return rounded(leaf, weight, placement)
 
-        return jax.tree_util.tree_map_with_path(one, spec(cfg), is_leaf=is_spec)
+        return tree_map(one, frozen_spec(cfg, settings.held))
 
     assert objective.frozen is not None
     return settings, replace(objective, frozen=replace(objective.frozen, load=load))

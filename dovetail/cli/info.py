@@ -55,7 +55,7 @@ def _model(name: str) -> list[tuple[str, str]]:
     from dovetail.core.reporter import bar
     from dovetail.io import hub
     from dovetail.io.adapter_folder import base_of
-    from dovetail.io.load import outline, own_dtype, summary
+    from dovetail.io.load import formats_in, outline, own_dtype, summary
 
     if base := base_of(name):
         return [*_adapter(name), *_model(base)[:-1]]
@@ -65,7 +65,8 @@ def _model(name: str) -> list[tuple[str, str]]:
             where = os.fspath(hub.resolve(name, progress))
     cfg, stored = outline(where)
     stored = compute_of(stored or "bf16")
-    return [*summary(cfg, stored.dtype, compute_of(own_dtype(stored.name))), ("from", name)]
+    compute = compute_of(own_dtype(stored.name))
+    return [*summary(cfg, stored.dtype, compute, formats_in(where)), ("from", name)]
 
 
 def _adapter(folder: str) -> list[tuple[str, str]]:

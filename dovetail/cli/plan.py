@@ -185,6 +185,7 @@ def starter(model: str, stored: Any, more: str = "") -> Callable[[Any], str]:
     from dovetail.core.compute import compute_of
     from dovetail.io.hub import CATALOGUE
     from dovetail.io.load import servable
+    from dovetail.plan.serve_memory import QUANTIZED, compute_dtype
 
     source, why = servable(model)
     # Published weights are in bf16; those of the catalogue may come as a .gguf file, whose type is another.
@@ -197,11 +198,13 @@ def starter(model: str, stored: Any, more: str = "") -> Callable[[Any], str]:
             return f"cannot be started: {why}"
         replica = plan.replica
         usual = own if replica.accelerator.chip.kinds else "f32"  # a CPU computes in f32
-        dtype = "" if replica.dtype == usual else replica.dtype
+        computed = compute_dtype(replica.dtype)
+        dtype = "" if computed == usual else computed
+        quantized = f" --quantization {replica.dtype}" if replica.dtype in QUANTIZED else ""
         many = (
             f" (for each of the {plan.replicas:,} replicas, on its own devices and port)" if plan.replicas > 1 else ""
         )
-        return f"start it{many}: {plan.command(source, dtype)}{more}"
+        return f"start it{many}: {plan.command(source, dtype)}{quantized}{more}"
 
     return start
 
@@ -233,7 +236,7 @@ def serve(
     prompt: int = typer.Option(2048, "--in", min=1, help="Tokens per prompt."),
     output: int = typer.Option(512, "--out", min=1, help="Tokens per completion."),
     concurrency: int = typer.Option(64, min=1, help="Concurrent requests, over all devices."),
-    dtype: str = typer.Option("", help="Type of the weights: bf16, f16, f32, tf32; int8, fp8, int4 for planning only."),
+    dtype: str = typer.Option("", help="Type of the weights: bf16, f16, f32, tf32, or quantised to int8, fp8, int4."),
     kv: str = typer.Option("", help="Type of the KV cache. Default: that of the weights, at least bf16."),
     tensor_parallel_size: int = typer.Option(
         0, min=0, show_default=False, help="Devices per replica. Default: try each number."
@@ -256,7 +259,7 @@ def serve(
     from dovetail.core.cloud import rate
     from dovetail.core.recipe import read_count
     from dovetail.plan.calibration import fractions
-    from dovetail.plan.serve_memory import PLANNED_ONLY
+    from dovetail.plan.serve_memory import HELD, compute_dtype
     from dovetail.plan.serve_plan import Workload, plan_serving
     from dovetail.plan.train_plan import chip_to_plan
 
@@ -272,7 +275,7 @@ def serve(
     dollars = None if paid.dollars is None else paid.dollars * accelerator.total_chips
     plans = plan_serving(
         cfg, accelerator, Workload(prompt, output, concurrency), dtype=dtype,
-        kv=kv or ("bf16" if dtype in PLANNED_ONLY else dtype), dollars=dollars,
+        kv=kv or (compute_dtype(dtype) if dtype in HELD else dtype), dollars=dollars,
         fractions=fractions(chip.name), tensor=tensor_parallel_size, draft=_draft(model, cfg, speculative_config),
     )  # fmt: skip
     more = f" --speculative-config {shlex.quote(speculative_config)}" if speculative_config else ""

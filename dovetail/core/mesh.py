@@ -164,6 +164,21 @@ def param_sharding(placement: Placement | None, spec: ParamSpec) -> NamedShardin
     return placement.sharding(spec.axes, spec.shape) if placement else None
 
 
+def array_shardings(placement: Placement, spec: ParamSpec, dtype: Any) -> dict[str, NamedSharding]:
+    """Return the shardings of the arrays that hold a weight (ParamSpec.arrays).
+
+    A quantised weight is split along its input only between groups or blocks.
+    """
+    arrays = spec.arrays(dtype)
+    if spec.format is None:
+        return {"": placement.sharding(spec.axes, spec.shape)}
+    out, size = spec.rows
+    axes = spec.axes[: len(out) + 1]
+    units = placement.partition(axes, (*out, size // spec.format.unit))
+    axes = axes if units[-1] else (*axes[:-1], None)
+    return {name: placement.sharding(axes, shape) for name, (shape, _) in arrays.items()}
+
+
 def constrain(x: jax.Array, placement: Placement | None, *axes: str | None) -> jax.Array:
     """Constrain an activation's layout; without a placement (one device) return it unchanged."""
     if placement is None:

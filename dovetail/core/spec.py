@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.formats import Format
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -37,12 +39,25 @@ class Stored:
         part = whole[self.at] if self.at else whole  # of a scalar, an index would make a copy
         return part.swapaxes(-1, -2) if self.transposed else part
 
+    def cut_rows(self, packed: np.ndarray) -> np.ndarray:
+        """Do as `cut` with an array of a quantised tensor (core.formats).
+
+        Its rows are the weight's outputs, also if the tensor would be `transposed` as a plain one.
+        """
+        if self.transposed:
+            *outer, _, rows = self.at or (slice(None),) * len(self.shape)
+            return packed[(*outer, rows)]
+        assert len(self.at) < len(self.view or self.shape), "rows are not cut"
+        whole = packed.reshape(*self.view[:-1], packed.shape[-1]) if self.view else packed
+        return whole[self.at] if self.at else whole
+
 
 @dataclass(frozen=True)
 class ParamSpec:
     """Declare one weight: its shape, a logical axis for each dim, how to initialise it, where a checkpoint keeps it.
 
     `active` is the share of its elements that one token multiplies (0 for a look-up table or a norm, k/E for experts).
+    `format` is how it is held in memory; None for a plain array.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +66,7 @@ class ParamSpec:
     init: str = "normal"
     active: float = 1.0
     dtype: str | None = None  # None: the model's dtype
+    format: Format | None = None
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -59,6 +75,29 @@ class ParamSpec:
     def size(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def input_dims(self) -> int:
+        """Return how many of the last dims are the input's."""
+        size, most = self.stored.shape[-1], len(self.shape)
+        found = (n for n in range(1, most) if math.prod(self.shape[-n:]) == size)
+        return 1 if self.axes[0] == "experts" else next(found, 1)
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], int]:
+        """Return the output's dims and the values of a row."""
+        cut = len(self.shape) - self.input_dims
+        return self.shape[:cut], math.prod(self.shape[cut:])
+
+    def arrays(self, dtype: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return the shapes and dtypes of the arrays that hold the weight in a model of `dtype`, by name.
+
+        A plain array has the name "".
+        """
+        if self.format is None:
+            return {"": (self.shape, leaf_dtype(self, dtype))}
+        out, size = self.rows
+        return {name: ((*out, length), kind) for name, (length, kind) in self.format.lengths(size).items()}
 
 
 def in_one_tensor(specs: dict[str, ParamSpec], names: Iterable[str]) -> dict[str, ParamSpec]:
@@ -115,7 +154,8 @@ def num_params(specs: Any) -> int:
 
 def num_bytes(specs: Any, dtype: Any) -> int:
     """Return the bytes of the weights in a model of `dtype`."""
-    return sum(spec.size * leaf_dtype(spec, dtype).itemsize for _, spec in leaves(specs))
+    arrays = (array for _, one in leaves(specs) for array in one.arrays(dtype).values())
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in arrays)
 
 
 def held_bytes(arrays: Any) -> int:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import UserError
-from dovetail.core.mesh import SERVE, Placement, make_mesh, param_sharding
-from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
+from dovetail.core.mesh import SERVE, Placement, make_mesh
+from dovetail.core.spec import held_bytes, tree_map
 from dovetail.core.types import Paged, Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters, with_adapters
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
@@ -35,11 +35,13 @@ from dovetail.engine.spec.speculator import speculator_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
+from dovetail.models.formats import formats_of, rounded_formats
 from dovetail.models.latent import Latent
 from dovetail.models.publish import serving_spec
-from dovetail.models.spec import VISION, flops_per_token
+from dovetail.models.spec import VISION, flops_per_token, spec
 from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes, why_not_ragged
+from dovetail.ops.quant.weight import abstract_weight, is_quantized
 from dovetail.plan.prediction import chip_here
 from dovetail.plan.serve_memory import (
     USABLE,
@@ -109,7 +111,7 @@ def build_engine(
     config, dummy = options.speculative_config, options.is_dummy
     draft, draft_params = load_draft_of(config, cfg, compute.dtype, placement, dummy, draft)
     programs = programs_for(cfg, options, compute, placement, draft=draft)
-    adapters = adapters_for(cfg, options, compute.dtype, placement)
+    adapters = adapters_for(cfg, options, compute.dtype, placement, formats_of(params))
     params = adapters.join(params)
     buckets, page_size = programs.buckets, programs.page_size
     devices = list(placement.mesh.local_mesh.devices.flat) if placement else ()
@@ -394,16 +396,18 @@ def abstract_engine(cfg: ModelConfig, options: EngineOptions, devices: Sequence[
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
     draft = outline_draft_of(options.speculative_config, cfg, options.is_dummy)
     programs = programs_for(cfg, options, compute, placement, devices[0], draft)
-    params = _abstract_params(serving_spec(cfg, placement), compute.dtype, placement)
+    formats = rounded_formats(spec(cfg), options.quantization or "")
+    params = _abstract_params(serving_spec(cfg, placement, formats), compute.dtype, placement, devices[0].platform)
     params = with_adapters(params, cfg, options, compute.dtype, placement)
     if draft:
-        params = with_draft(params, _abstract_params(draft.spec(), compute.dtype, placement))
+        params = with_draft(params, _abstract_params(draft.spec(), compute.dtype, placement, devices[0].platform))
     limit = int(chip.device_hbm * USABLE["tpu"]) if chip else 0
     return AbstractEngine(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
 
 
-def _abstract_params(specs: Any, dtype: Any, placement: Placement | None) -> Any:
-    def one(spec: Any) -> Any:
-        return jax.ShapeDtypeStruct(spec.shape, leaf_dtype(spec, dtype), sharding=param_sharding(placement, spec))
+def _abstract_params(specs: Any, dtype: Any, placement: Placement | None, platform: str) -> Any:
+    def one(leaf: Any) -> Any:
+        weight = abstract_weight(leaf, dtype, placement)
+        return replace(weight, platform=platform) if is_quantized(weight) else weight
 
     return tree_map(one, specs)

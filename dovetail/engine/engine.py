@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
+from dovetail.core.formats import BLOCKS
 from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
 from dovetail.engine.device.batch import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
@@ -56,6 +57,7 @@ from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.formats import formats_of
 from dovetail.models.publish import publish
 
 _REQUEST = attrgetter("seq.request")
@@ -79,7 +81,7 @@ class Engine:
         speculator: Speculator | None = None,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.cfg = runner.cfg
+        self.cfg, self._formats = runner.cfg, formats_of(runner.weights.params)
         self.eos_ids = tuple(dict.fromkeys((*self.cfg.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         where = runner.programs.everywhere, runner.programs.history_sharding
         self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, *where)
@@ -262,7 +264,7 @@ class Engine:
 
     def published(self, params: Params, take: bool = False) -> Params:
         """Return weights in the layout that the steps are compiled for (see models.publish); for any thread."""
-        return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
+        return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take, self._formats)
 
     def read_weights(self, path: str, keep_cache: bool = False, version: int | None = None) -> tuple[Any, ...]:
         """Return the arguments of swap_weights with the weights of a path. Any thread may call it.
@@ -270,7 +272,9 @@ class Engine:
         Both versions are in memory until the swap, unless the engine sleeps.
         """
         try:
-            params = load(path, self.runner.compute.dtype, self.runner.placement).params
+            keeps_blocks = any(form.name in BLOCKS for _, form in self._formats)
+            held = "gguf" if keeps_blocks else None
+            params = load(path, self.runner.compute.dtype, self.runner.placement, quantization=held).params
         except UserError as error:  # it is about the model that was named here
             raise type(error)(str(error), param="path", code=error.code) from None
         return self.published(params, take=True), keep_cache, version

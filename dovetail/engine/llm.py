@@ -7,6 +7,7 @@ print(outputs[0].outputs[0].text)
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
@@ -21,9 +22,9 @@ import numpy as np
 
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import RequestError, UserError
-from dovetail.core.mesh import Placement
+from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.reporter import Progress
-from dovetail.core.spec import init
+from dovetail.core.spec import init, is_spec
 from dovetail.core.types import Params
 from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
@@ -43,9 +44,11 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
+from dovetail.models.formats import rounded_formats, with_formats
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
+from dovetail.ops.quant.weight import rounded
 
 log = logging.getLogger(__name__)
 Tools = Many[Mapping[str, Any]] | None
@@ -123,7 +126,8 @@ class LLM:
         start = time.perf_counter()
         keep_compiled()
         placement = placement_of(options, devices, always=bool(devices))
-        published = publish(params, config, compute_for(options, params).dtype, placement)
+        formats = rounded_formats(spec(config), options.quantization) if options.quantization else None
+        published = publish(params, config, compute_for(options, params).dtype, placement, formats=formats)
         llm = cls.__new__(cls)
         llm._begin(config, published, tokenizer, options, placement, progress, start, draft)
         llm._images = ImageReader(None, config.vision, tokenizer, processor)
@@ -492,7 +496,8 @@ def _load(
     """Return a model's config, its weights in the engine's layout, and its tokenizer."""
     if options.load_format == "dummy":
         return _dummy(model, options, placement)
-    loaded = load(model, options.dtype, placement, progress, lambda cfg: check_model(cfg, options))
+    check = functools.partial(check_model, options=options)
+    loaded = load(model, options.dtype, placement, progress, check, options.quantization)
     params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
     return loaded.config, params, loaded.tokenizer
 
@@ -504,7 +509,20 @@ def _dummy(
     cfg = read_config(model)
     check_model(cfg, options)
     compute = compute_of(options.dtype or ("f32" if jax.default_backend() == "cpu" else "bf16"))
-    specs = spec(cfg)
-    places = placement.shardings(specs) if placement else None
-    params = init(specs, jax.random.key(options.seed or 0), compute.dtype, shardings=places)
+    params = _random(cfg, options, compute.dtype, placement)
     return cfg, publish(params, cfg, compute.dtype, placement, take=True), None
+
+
+def _random(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Placement | None) -> Params:
+    """Return random weights; quantised ones are made one by one, so that only one of them is there unpacked."""
+    specs, key = spec(cfg), jax.random.key(options.seed or 0)
+    places = placement.shardings(specs) if placement else None
+    if options.quantization is None:
+        return init(specs, key, dtype, shardings=places)
+    specs = with_formats(specs, rounded_formats(specs, options.quantization))
+    flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    made = []
+    for i, leaf in enumerate(flat):
+        own = init(leaf, jax.random.fold_in(key, i), dtype, shardings=param_sharding(placement, leaf))
+        made.append(jax.block_until_ready(rounded(leaf, own, placement)))
+    return jax.tree.unflatten(treedef, made)

@@ -18,6 +18,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 LoadFormat = Literal["auto", "dummy"]
 # The names that core.compute takes, repeated here because that module imports jax; a test compares the two.
 DTYPES = ("bf16", "f32", "tf32", "f16", "bfloat16", "float32", "float16")
+# The names of core.formats.ROUNDED, likewise, and what keeps or unpacks the weights of a file.
+QUANTIZATIONS = ("int8", "w8a8", "fp8", "fp8_block", "int4", "int4_asym", "nf4", "mxfp4", "gguf", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,13 @@ class EngineOptions:
     dtype: Any = option(
         None, "Compute type: bf16, f32, tf32 or f16. Default: the type of the weights; on a CPU f32.",
         choices=DTYPES, metavar="TYPE",
+    )  # fmt: skip
+    quantization: str | None = option(
+        None,
+        "How weights are held: int8, w8a8, fp8, fp8_block, int4, int4_asym, nf4 or mxfp4 rounds the projections of "
+        "layers, gguf keeps the blocks of a .gguf file, none unpacks (docs/quantisation.md). Default: a quantised "
+        "folder is kept as it is, a .gguf file is unpacked.",
+        choices=QUANTIZATIONS, metavar="SCHEME",
     )  # fmt: skip
     max_model_len: int | None = option(
         None, "Maximum length of prompt and output together, in tokens. Default: the model's limit.", least=2

@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from dovetail.core.errors import CheckpointError, MissingPackageError
+from dovetail.core.formats import BLOCKS, Format
 from dovetail.io.gguf_config import hf_config
 from dovetail.io.gguf_file import GgufFile
 
@@ -66,6 +67,21 @@ class GgufCheckpoint:
             return _without(_hf_rows(_decode(raw[None], kind)[0], source.heads)[index], source.added)
         rows = _hf_rows(raw, source.heads)[index[:1]]
         return _without(_decode(rows, kind)[(slice(None), *index[1:])], source.added)
+
+    def formats(self) -> dict[str, Format]:
+        """Return the formats of the matrices whose blocks can be kept as they are, by Hugging Face name."""
+        kinds = {name: self._file.tensors[source.tensor] for name, source in self._sources.items()}
+        return {
+            name: Format(info.type.lower())
+            for name, info in kinds.items()
+            if info.type.lower() in BLOCKS and len(info.shape) > 1 and not self._sources[name].added
+        }
+
+    def packed(self, name: str) -> dict[str, np.ndarray]:
+        """Return the blocks of a matrix (core.formats), its rows in Hugging Face's order."""
+        source = self._source(name)
+        raw = self._file.raw(source.tensor)
+        return {"blocks": _hf_rows(raw if source.expert is None else raw[source.expert], source.heads)}
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer and chat template of the metadata."""

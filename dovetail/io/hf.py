@@ -5,22 +5,25 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import ml_dtypes
 import numpy as np
 
 from dovetail.core.errors import CheckpointError
-from dovetail.core.mesh import Placement, param_sharding
+from dovetail.core.formats import Format
+from dovetail.core.mesh import Placement, array_shardings, param_sharding
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import VisionFamily
+from dovetail.models.formats import Formats, may_quantize, with_formats
 from dovetail.models.mtp import mtp_copies, with_mtp
 from dovetail.models.registry import family_of, vision_family_of
 from dovetail.models.spec import VISION, spec
+from dovetail.ops.quant.weight import is_quantized, quantized, rounded
 
 MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")  # the one tensor that no other kind of layer has
 FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -34,7 +37,20 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor."""
+        """Return a tensor; a quantised one is unpacked."""
+        ...
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """Read tensors of which some are quantised, also as they are stored."""
+
+    def formats(self) -> dict[str, Format]:
+        """Return the formats of the quantised tensors by name."""
+        ...
+
+    def packed(self, name: str) -> dict[str, np.ndarray]:
+        """Return the arrays of a quantised tensor (core.formats)."""
         ...
 
 
@@ -127,7 +143,7 @@ def read_params(
     placement: Placement | None = None,
     progress: Progress | None = None,
     mtp: bool = False,
-    convert: Callable[[str, ParamSpec, jax.Array], Any] | None = None,
+    formats: Formats = (),
 ) -> Params:
     """Read a checkpoint's weights as (sharded) device arrays, holding at most one weight on the host at a time.
 
@@ -139,10 +155,26 @@ def read_params(
         placement: The mesh and its rules; None for one device.
         progress: Called with a name, the bytes done and all bytes.
         mtp: Also read the weights of multi-token prediction, under `mtp` (see `has_mtp`).
-        convert: Called with each path, spec and weight; its result replaces the weight, so that only one exists twice.
+        formats: The formats of quantised weights. A weight that is stored in another one is unpacked and rounded.
     """
     names = match_names(source, cfg, where, mtp)
-    return read_specs(source, _specs(cfg, mtp), names, dtype, placement, progress, convert)
+    return read_specs(source, with_formats(_specs(cfg, mtp), formats), names, dtype, placement, progress)
+
+
+def stored_formats(source: TensorSource, cfg: ModelConfig, where: str) -> Formats:
+    """Return the formats of the weights that can be kept as they are stored.
+
+    The others (a vision tower's, those of a family that reorders inputs) are unpacked when they are read.
+    """
+    if not isinstance(source, QuantizedSource) or not source.formats():
+        return ()
+    names, known, found = match_names(source, cfg, where), source.formats(), []
+    for path, leaf in leaves(spec(cfg)):
+        kinds = {known.get(names[name]) for name in leaf.stored.names}
+        form = kinds.pop() if len(kinds) == 1 else None
+        if form is not None and may_quantize(path, leaf):
+            found.append((path, form))
+    return tuple(found)
 
 
 def read_specs(
@@ -152,18 +184,38 @@ def read_specs(
     dtype: Any,
     placement: Placement | None = None,
     progress: Progress | None = None,
-    convert: Callable[[str, ParamSpec, jax.Array], Any] | None = None,
 ) -> Params:
     """Read the weights of a tree of specs, whose names in the checkpoint are `names`, as `read_params` does."""
     treedef = jax.tree.structure(specs, is_leaf=is_spec)
     total, done, arrays = num_bytes(specs, dtype), 0, []
-    for path, leaf in leaves(specs):
-        array = _read_leaf(source, leaf, names, leaf_dtype(leaf, dtype), placement)
+    for _, leaf in leaves(specs):
+        array = _read_weight(source, leaf, names, leaf_dtype(leaf, dtype), placement)
         done += array.nbytes
-        arrays.append(convert(path, leaf, array) if convert else array)
+        arrays.append(array)
         if progress:
             progress(leaf.stored.names[0], done, total)
     return jax.tree.unflatten(treedef, arrays)
+
+
+def _read_weight(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dtype: np.dtype, placement) -> Any:
+    """Return a weight in the format of its spec: as it is stored, or rounded."""
+    if leaf.format is None:
+        return _read_leaf(source, leaf, names, dtype, placement)
+    stored = [names[name] for name in leaf.stored.names]
+    known = source.formats() if isinstance(source, QuantizedSource) else {}
+    if any(known.get(name) != leaf.format for name in stored):
+        plain = _read_leaf(source, leaf, names, dtype, placement)
+        return rounded(leaf, plain, placement)
+    parts = [source.packed(name) for name in stored]  # type: ignore[attr-defined]
+    arrays = {}
+    for key, (shape, kind) in leaf.arrays(dtype).items():
+        made = np.empty(shape, kind)
+        for i, part in enumerate(parts):
+            hole = made if len(stored) == 1 else made[i]
+            hole[...] = leaf.stored.cut_rows(part[key]).reshape(hole.shape)
+        arrays[key] = made
+    places = array_shardings(placement, leaf, dtype) if placement else {key: None for key in arrays}
+    return quantized(leaf, {key: jax.device_put(x, places[key]) for key, x in arrays.items()}, dtype, placement)
 
 
 def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dtype: np.dtype, placement) -> jax.Array:
@@ -206,20 +258,28 @@ def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, 
 
 
 def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yield (name, bytes, array) for every tensor of a tree of specs, and for copies of some under other names."""
-    flat = {path: array for (path, _), array in zip(leaves(specs), jax.tree.leaves(params), strict=True)}
+    """Yield (name, bytes, array) for every tensor of a tree of specs, and for copies of some under other names.
+
+    Quantised weights are unpacked.
+    """
+    found = jax.tree.leaves(params, is_leaf=is_quantized)
+    flat = {path: weight for (path, _), weight in zip(leaves(specs), found, strict=True)}
     table = _parts(specs)
     host: dict[str, np.ndarray] = {}
     for name, parts in [*table.items(), *((copy, table[name]) for copy, name in copies.items())]:
         stored = parts[0].spec.stored
         # experts' tensors come weight after weight: keep the few weights that the current names share
-        host = {p.path: host[p.path] if p.path in host else np.asarray(flat[p.path]) for p in parts}
+        host = {p.path: host[p.path] if p.path in host else _plain(flat[p.path]) for p in parts}
         tensor = np.empty(stored.shape, host[parts[0].path].dtype)
         for part in parts:
             value = host[part.path] if part.index is None else host[part.path][part.index]
             hole = part.spec.stored.cut(tensor)
             hole[...] = value.reshape(hole.shape)
         yield name, tensor.nbytes, tensor
+
+
+def _plain(weight: Any) -> np.ndarray:
+    return np.asarray(weight.dense() if is_quantized(weight) else weight)
 
 
 def stored_bytes(cfg: ModelConfig, params: Params) -> int:

@@ -24,19 +24,30 @@ from dovetail.core.choice import did_you_mean
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import FileError, UnsupportedError, UserError
 from dovetail.core.files import umask
+from dovetail.core.formats import ROUNDED
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
 from dovetail.core.units import format_bytes, format_count
-from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, weights_dtype, write_tensors
+from dovetail.io.hf import (
+    TensorSource,
+    match_names,
+    read_params,
+    stored_bytes,
+    stored_formats,
+    weights_dtype,
+    write_tensors,
+)
 from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
 from dovetail.io.images.processor import ImageProcessor, copy_processor, has_processor, read_processor
+from dovetail.io.quantized_folder import QuantizedFolder, check_config
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, greedy, unembed
-from dovetail.models.registry import parse_config, read_config, read_model, shipped_models, shipped_shapes
+from dovetail.models.formats import Formats, formats_of, rounded_formats, with_formats
+from dovetail.models.registry import parse_config, read_config, read_json, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
 
 
@@ -69,17 +80,18 @@ class Model:
 
     def summary(self) -> list[tuple[str, str]]:
         """Return rows that describe the loaded model, for a table."""
-        return [*summary(self.config, self.dtype, self.compute), ("from", self.source)]
+        return [*summary(self.config, self.dtype, self.compute, formats_of(self.params)), ("from", self.source)]
 
 
-def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute) -> list[tuple[str, str]]:
-    """Return rows that describe a model with weights of `dtype`, for a table."""
+def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute, formats: Formats = ()) -> list[tuple[str, str]]:
+    """Return rows that describe a model with weights of `dtype`, some of them in `formats`, for a table."""
+    held, kinds = num_bytes(with_formats(spec(cfg), formats), dtype), {form.describe() for _, form in formats}
     return [
         ("family", cfg.family),
         ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
         ("attention heads", _heads(cfg)),
         ("parameters", format_count(num_params(spec(cfg)))),
-        ("weights", f"{format_bytes(num_bytes(spec(cfg), dtype))} in {dtype.name}"),
+        ("weights", f"{format_bytes(held)} in {' and '.join([*sorted(kinds), dtype.name])}"),
         ("dtype here", f"{compute.name}: {compute.describe()}"),
         ("KV cache", f"{format_bytes(kv_bytes_per_token(cfg, dtype.itemsize))} per token"),
         ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
@@ -113,6 +125,7 @@ def load(
     placement: Placement | None = None,
     progress: Progress | None = None,
     check: Callable[[ModelConfig], None] | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Load a model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
 
@@ -123,6 +136,9 @@ def load(
         placement: The mesh and its rules; None for one device.
         progress: Called with a name, the bytes done and all bytes.
         check: Called with the model's config before a weight is read.
+        quantization: How weights are held: a name of core.formats.ROUNDED rounds the projections of layers, "gguf"
+            keeps the blocks of a .gguf file, "none" unpacks everything. None keeps the weights of a quantised folder
+            as they are, and unpacks a .gguf file.
 
     Returns:
         The model.
@@ -136,8 +152,23 @@ def load(
     if check is not None:
         check(cfg)
     compute = compute_of(_own_dtype(checkpoint, cfg, str(path)) if dtype is None else dtype)
-    params = read_params(checkpoint, cfg, compute.dtype, str(path), placement, progress)
+    formats = chosen_formats(checkpoint, cfg, str(path), quantization)
+    params = read_params(checkpoint, cfg, compute.dtype, str(path), placement, progress, formats=formats)
     return Model(cfg, params, tokenizer, str(x), compute)
+
+
+def chosen_formats(checkpoint: TensorSource, cfg: ModelConfig, where: str, quantization: str | None) -> Formats:
+    """Return the formats that the weights of a checkpoint are held in; `quantization`: see `load`."""
+    if quantization is not None and quantization not in (*ROUNDED, "gguf", "none"):
+        known = ", ".join((*ROUNDED, "gguf", "none"))
+        raise UserError(f"`quantization` must be one of {known}, got {quantization!r}", param="quantization")
+    is_gguf = Path(where).suffix == ".gguf"
+    if quantization == "gguf" and not is_gguf:
+        raise UserError(f"quantization=gguf requires a .gguf file, got {where}", param="quantization")
+    if quantization in ROUNDED:
+        return rounded_formats(spec(cfg), str(quantization))
+    keeps = quantization == "gguf" if is_gguf else quantization is None
+    return stored_formats(checkpoint, cfg, where) if keeps else ()
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | None]:
@@ -149,7 +180,18 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | 
         return gguf, parse_config(gguf.config, str(path)), gguf.tokenizer()
     cfg = read_config(path)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
-    return SafetensorFolder(path), cfg, tokenizer
+    return _open_folder(path), cfg, tokenizer
+
+
+def _open_folder(path: Path) -> TensorSource:
+    hf = read_json(path / "config.json" if path.is_dir() else path)
+    inner = hf.get("text_config") or {}
+    config = hf.get("quantization_config") or inner.get("quantization_config")
+    if not config:
+        return SafetensorFolder(path)
+    dtypes = (each.get(key) for each in (hf, inner) for key in ("dtype", "torch_dtype"))
+    check_config(config, str(path))
+    return QuantizedFolder(SafetensorFolder(path), config, next((found for found in dtypes if found), None))
 
 
 def convert(
@@ -306,6 +348,15 @@ def outline(x: str) -> tuple[ModelConfig, Any]:
     cfg = config_of(x)
     hf = cfg.to_hf()
     return cfg, hf.get("dtype") or hf.get("torch_dtype")
+
+
+def formats_in(x: str) -> Formats:
+    """Return the formats of a local model's weights as they are stored; empty if there is only a config."""
+    path = local(x)
+    if not path or not (path.suffix == ".gguf" or any(path.glob("*.safetensors"))):
+        return ()
+    checkpoint, cfg, _ = open_checkpoint(path)
+    return stored_formats(checkpoint, cfg, str(path))
 
 
 def config_of(x: str) -> ModelConfig:

@@ -25,7 +25,7 @@ from dovetail.models.block import Residual, Table, block, by_token, norm
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.repeats import fold, repeats
 from dovetail.models.spec import cache_shapes
-from dovetail.ops.linear import matmul
+from dovetail.ops.linear import ARRAYS, lookup, matmul
 from dovetail.ops.moe import RouterStats
 from dovetail.ops.paged import token_rows
 from dovetail.ops.rope import Rope
@@ -162,8 +162,9 @@ def _run(
 def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placement | None = None) -> jax.Array:
     """Return the embeddings [..., D] of tokens [...]."""
     # rows whole: of a table cut along D, XLA looks up parts of all tokens' rows and sends those across the whole mesh
-    table = constrain(params["embed"], placement, "vocab", None)
-    return table[tokens] * jnp.asarray(cfg.embed_scale, table.dtype)
+    table = params["embed"]
+    table = constrain(table, placement, "vocab", None) if isinstance(table, ARRAYS) else table
+    return lookup(table, tokens) * jnp.asarray(cfg.embed_scale, table.dtype)
 
 
 def _with_features(x: jax.Array, tokens: jax.Array, embeds: Embeds) -> tuple[jax.Array, jax.Array]:

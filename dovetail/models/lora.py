@@ -185,10 +185,7 @@ def merge(params: Params, adapters: Params, cfg: ModelConfig, lora: Lora) -> Par
 
 def input_dims(leaf: ParamSpec) -> int:
     """Return how many of a weight's last dims are its input's; 0 for the weights of experts."""
-    if leaf.axes[0] == "experts":
-        return 0
-    size = leaf.stored.shape[-1]
-    return next(n for n in range(1, len(leaf.shape)) if math.prod(leaf.shape[-n:]) == size)
+    return 0 if leaf.axes[0] == "experts" else leaf.input_dims
 
 
 # --- declaring --------------------------------------------------------------------------------------------------------

@@ -51,13 +51,14 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """
     if not isinstance(hf, dict):
         raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
+    hf = _without_quantization(hf)
     if hf.get("model_type") == "siglip":  # its text_config is not a language model's
         return siglip.parse_siglip(Fields(hf, where))
     vision = VISION_FAMILIES.get(str(hf.get("model_type"))) if isinstance(hf.get("vision_config"), dict) else None
     inner = hf.get("text_config") or (hf if vision and vision.flat else None)
     if not isinstance(inner, dict):
         return _parse_text(hf, where)
-    shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
+    shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id")
     outer = {k: hf[k] for k in shared if k in hf}
     if vision is None or is_scored(hf, where):
         scored_as = {"architectures": hf["architectures"]} if is_scored(hf, where) else {}
@@ -65,6 +66,12 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     tied = {k: v for k, v in outer.items() if k == "tie_word_embeddings"}  # of the two, transformers reads the outer
     text = _parse_text(vision.as_text({**outer, **inner, **tied}), where, vision.read_text)
     return _with_vision(text, vision, {"architectures": [vision.architecture], **hf}, where)
+
+
+def _without_quantization(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the config without `quantization_config`: how weights are stored is read with them (io.quant_config)."""
+    inner = {k: _without_quantization(v) for k, v in hf.items() if k == "text_config" and isinstance(v, dict)}
+    return {k: v for k, v in hf.items() if k != "quantization_config"} | inner
 
 
 def _with_vision(text: ModelConfig, family: VisionFamily, hf: dict[str, Any], where: str) -> ModelConfig:
@@ -97,14 +104,6 @@ def _parse_text(hf: dict[str, Any], where: str, read: Callable[[Fields], None] |
         raise UserError(
             f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}",
             param="model_type",
-        )
-    if hf.get("quantization_config"):
-        given = hf["quantization_config"]
-        method = given.get("quant_method", "unknown") if isinstance(given, dict) else given
-        raise UserError(
-            f"{where}: quantization_config: the weights are quantised ({method}), which cannot be loaded yet; "
-            "take a bf16 or f16 copy of the model",
-            param="quantization_config",
         )
     family = FAMILIES[kind]
     hf = {**hf, "architectures": [family.architecture]}

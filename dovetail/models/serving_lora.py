@@ -5,7 +5,7 @@ weight has its own ranks, and `lora_b` is zero in the rows of other members. The
 every token, and a token's own is selected (ops.adapter.choose): 8 adapters of rank 16 are 128 columns beside thousands.
 
 The tables' `lora_a` are appended as rows to the weights that they adapt (ops.adapter.Widened), and are kept in the
-tables too, for weights that are loaded later.
+tables too, for weights that are loaded later. A quantised weight is left as it is, with the tables beside it.
 
 W ranks in a slot: those of each member, padded to the engine's maximum. A slots. P parts: devices that share a weight's
 rows. C ranks of all slots.
@@ -29,10 +29,12 @@ from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, path_name, tree_map
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
+from dovetail.models.formats import Formats
 from dovetail.models.lora import OUTER, Lora, input_dims, is_projection, on_each
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import Adapted, Widened
+from dovetail.ops.quant.weight import is_quantized
 
 Pair = dict[str, np.ndarray]  # lora_a and lora_b
 Members = dict[str, ParamSpec]  # the weights that are joined in one, or that one alone
@@ -46,6 +48,7 @@ class SlotLayout:
     slots: int  # A
     rank: int  # of each adapter, at most
     placement: Placement | None = None
+    formats: Formats = ()  # of the model's weights, which decide what is joined
 
 
 def empty_tables(layout: SlotLayout, dtype: Any) -> Params:
@@ -59,7 +62,7 @@ def empty_tables(layout: SlotLayout, dtype: Any) -> Params:
 
 def tables_spec(layout: SlotLayout) -> dict[str, Any]:
     """Return the specs of the tables."""
-    return _layers(layout, lambda _, leaf, members: _pair_spec(layout, leaf, len(members)))
+    return _layers(layout, lambda _, leaf, members: _pair_spec(layout, replace(leaf, format=None), len(members)))
 
 
 def slot_values(layout: SlotLayout, adapters: Params, lora: Lora, dtype: Any) -> Params:
@@ -110,8 +113,9 @@ def _layers(layout: SlotLayout, make: Callable[[str, ParamSpec, Members], Any]) 
                 made[name] = make(f"{above}.{name}", leaf, {member: own[member] for member in name.split("+")})
         return {name: one for name, one in made.items() if one}
 
-    layers = zip(serving_spec(layout.cfg, layout.placement)["layers"], spec(layout.cfg)["layers"], strict=True)
-    return {"layers": tuple(part(*both, f"layers.{i}") for i, both in enumerate(layers))}
+    served = serving_spec(layout.cfg, layout.placement, layout.formats)["layers"]
+    layers = enumerate(zip(served, spec(layout.cfg)["layers"], strict=True))
+    return {"layers": tuple(part(*both, f"layers.{i}") for i, both in layers)}
 
 
 def _pair_spec(layout: SlotLayout, leaf: ParamSpec, members: int) -> dict[str, ParamSpec]:
@@ -184,7 +188,7 @@ def widen(params: Params, tables: Params) -> Params:
     """
 
     def put(name: str, w: Any, pair: dict[str, Any]) -> Any:
-        if name in PER_HEAD:
+        if name in PER_HEAD or is_quantized(w):
             return w
         parts, place = _parts(w, pair["lora_b"].ndim - 1)
         if isinstance(w, jax.ShapeDtypeStruct):
@@ -201,7 +205,7 @@ def with_tables(params: Params, tables: Params, slots: int) -> Params:
     """Return what a step takes: widened weights, each with its tables."""
 
     def put(name: str, w: Any, pair: dict[str, Any]) -> Adapted | Widened:
-        if name in PER_HEAD:
+        if name in PER_HEAD or is_quantized(w):
             return Adapted(w, pair["lora_a"], pair["lora_b"], slots=slots)
         return Widened(w, pair["lora_b"], slots=slots)
 
@@ -214,8 +218,8 @@ def rewrite(params: Params, values: Params, slot: int, slots: int) -> Params:
     The given weights are donated.
     """
 
-    def put(name: str, w: jax.Array, pair: dict[str, np.ndarray]) -> jax.Array:
-        if name in PER_HEAD:
+    def put(name: str, w: Any, pair: dict[str, np.ndarray]) -> Any:
+        if name in PER_HEAD or is_quantized(w):
             return w
         width = pair["lora_a"].shape[0]
         at = w.shape[1] - width * (slots - slot)

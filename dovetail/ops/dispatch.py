@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from dovetail.core.chips import CHIPS
+from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.kernels.tpu.needs import (
@@ -281,6 +282,27 @@ def product_kernel(name: str) -> Callable:
     return kernel
 
 
+def quantized_kernel(
+    form: Format, x: Any, platform: str | None, placement: Placement | None
+) -> Callable[[jax.Array, Any, Any], jax.Array] | None:
+    """Return the product of x [..., in] with a quantised matrix [out, in] in this format; None for the reference.
+
+    A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result.
+    """
+    return None  # no kernel reads packed weights yet
+
+
+def quantized_grouped_kernel(
+    form: Format, platform: str | None, placement: Placement | None
+) -> Callable[[jax.Array, Any, jax.Array], jax.Array] | None:
+    """Return the grouped product with quantised experts [E, out, in] in this format; None for the reference.
+
+    A kernel is called with the rows [M, in], the experts (ops.quant.weight.Quantized) and the sizes of the groups; on a
+    mesh with the arrays of one device.
+    """
+    return None  # likewise
+
+
 def has_loss_kernel(placement: Placement | None) -> bool:
     """Return whether cross entropy and its gradient are one kernel."""
     return is_one_gpu(placement.platform if placement else None, placement)
@@ -368,6 +390,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("bidirectional attention", platform, _bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
+            ("quantised products", platform, "reference"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),

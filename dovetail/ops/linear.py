@@ -52,6 +52,18 @@ class Weight(Protocol):
         ...
 
 
+class Table(Weight, Protocol):
+    """Describe an embedding or a head that is not an array."""
+
+    def lookup(self, index: jax.Array) -> jax.Array:
+        """Look up as `lookup` below."""
+        ...
+
+    def matmul_transposed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """Multiply as `matmul_transposed` below."""
+        ...
+
+
 def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
     """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out]."""
     if not isinstance(w, ARRAYS):
@@ -89,6 +101,18 @@ def _cpu_product_backward(_name: str, saved: tuple[jax.Array, jax.Array], g: jax
 
 
 _cpu_product.defvjp(_cpu_product_forward, _cpu_product_backward)
+
+
+def matmul_transposed(x: jax.Array, w: Any, out_dtype: Any = None) -> jax.Array:
+    """Multiply x [..., out] by w [out, in] -> [..., in]: the gradient of `matmul` by its input."""
+    if not isinstance(w, ARRAYS):
+        return cast(Table, w).matmul_transposed(x, out_dtype)
+    return jnp.einsum("...f,fd->...d", x, w, preferred_element_type=out_dtype)
+
+
+def lookup(w: Any, index: jax.Array) -> jax.Array:
+    """Return the rows at `index` of a table w [rows, ...]."""
+    return w[index] if isinstance(w, ARRAYS) else cast(Table, w).lookup(index)
 
 
 def per_head(x: jax.Array, w: Any, transposed: bool = False) -> jax.Array:

@@ -25,11 +25,12 @@ from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
 from dovetail.ops.dispatch import has_loss_kernel
+from dovetail.ops.linear import ARRAYS, matmul, matmul_transposed
 
 
 def cross_entropy(
     hidden: jax.Array,
-    head: jax.Array,
+    head: Any,
     targets: jax.Array,
     mask: jax.Array,
     *,
@@ -49,7 +50,7 @@ def cross_entropy(
 
     Args:
         hidden: [B, T, D].
-        head: [V, D].
+        head: [V, D], an array or an ops.linear.Table, whose gradient is 0.
         targets: [B, T]; anything where the mask is 0.
         mask: [B, T] weights.
         scale: The factor of the logits, before the cap.
@@ -63,13 +64,14 @@ def cross_entropy(
     _check(hidden, head, targets, mask)
     dtype = jnp.dtype(dtype)
     cut = chunks_of(hidden.shape, head.shape[0], itemsize=dtype.itemsize, chunk=chunk, placement=placement)
+    trains_head = trains_head and isinstance(head, ARRAYS)
     plan = _Plan(softcap, z, dtype, cut, has_loss_kernel(placement), trains_head)
     loss, metrics = _cross_entropy(plan, scaled(hidden, scale), head, targets, mask.astype(jnp.float32))
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> None:
-    if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[-1] != head.shape[-1]:
+def _check(hidden: jax.Array, head: Any, targets: jax.Array, mask: jax.Array) -> None:
+    if hidden.ndim != 3 or len(head.shape) != 2 or hidden.shape[-1] != head.shape[-1]:
         raise UserError(f"hidden must be [B, T, D] and head [V, D]; got {hidden.shape} and {head.shape}")
     if targets.shape != hidden.shape[:2] or mask.shape != hidden.shape[:2]:
         raise UserError(f"targets and mask must be {hidden.shape[:2]}; got {targets.shape} and {mask.shape}")
@@ -93,8 +95,10 @@ class _Plan:
     def placement(self) -> Placement | None:
         return self.cut.placement
 
-    def gathered(self, head: jax.Array, dtype: Any) -> jax.Array:
+    def gathered(self, head: Any, dtype: Any) -> Any:
         """Cast the head where it is, then gather all but its vocabulary: one collective, before the loop."""
+        if not isinstance(head, ARRAYS):
+            return head.astype(dtype)
         return constrain(head.astype(dtype), self.placement, "vocab", None)
 
     def no_gradient(self, head: jax.Array) -> jax.Array:
@@ -114,13 +118,13 @@ class _Plan:
 # --- a chunk ----------------------------------------------------------------------------------------------------------
 
 
-def _raw_logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
+def _raw_logits(plan: _Plan, h_GCD: jax.Array, head_VD: Any) -> jax.Array:
     """Return the logits before the soft cap."""
-    logits = jnp.einsum("gcd,vd->gcv", h_GCD, head_VD, preferred_element_type=plan.dtype)
+    logits = matmul(h_GCD, head_VD, out_dtype=plan.dtype)
     return constrain(logits, plan.placement, "tokens", None, "vocab")
 
 
-def _logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
+def _logits(plan: _Plan, h_GCD: jax.Array, head_VD: Any) -> jax.Array:
     return capped(_raw_logits(plan, h_GCD, head_VD), plan.softcap)
 
 
@@ -153,9 +157,9 @@ def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: 
     return tuple(x[None] for x in run(raw[0], targets[0], weight[0]))
 
 
-def _gradients(plan: _Plan, dlogits: jax.Array, h_GCD: jax.Array, head_VD: jax.Array, dhead_GVD: jax.Array):
+def _gradients(plan: _Plan, dlogits: jax.Array, h_GCD: jax.Array, head_VD: Any, dhead_GVD: jax.Array):
     """Return the chunk's gradient by hidden, and the head's so far with the chunk's added."""
-    dh = jnp.einsum("gcv,vd->gcd", dlogits, head_VD, preferred_element_type=jnp.float32)
+    dh = matmul_transposed(dlogits, head_VD, jnp.float32)
     dh = constrain(dh.astype(h_GCD.dtype), plan.placement, "tokens", None, None)
     if not plan.trains_head:
         return dh, dhead_GVD

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
 from dovetail.ops.glu import Glu
-from dovetail.ops.linear import grouped, matmul
+from dovetail.ops.linear import grouped, matmul, per_head
+from dovetail.ops.quant.weight import is_quantized
 
 ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
 
@@ -107,7 +108,7 @@ def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax
 def experts_reference(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: ExpertWeights, glu: Glu):
     """Map x [T, D] to [T, D]."""
     gate, up = (matmul(x, params[name], params.get(f"{name}_bias")) for name in ("gate", "up"))
-    out = jnp.einsum("tef,edf->ted", glu(gate, up), params["down"]) + params.get("down_bias", 0)
+    out = per_head(glu(gate, up), params["down"]) + params.get("down_bias", 0)
     share = jnp.zeros(out.shape[:2], jnp.float32).at[jnp.arange(len(x))[:, None], chosen].add(weights)
     return jnp.einsum("ted,te->td", out, share.astype(out.dtype))
 
@@ -193,6 +194,23 @@ _deal = jax.custom_vjp(_deal_only, nondiff_argnums=(3,))
 _deal.defvjp(_deal_forward, _deal_backward)
 
 
+def _splits_width(down: Any, placement: Placement) -> bool:
+    """Return whether the width can be split: of a quantised weight only between its groups or blocks."""
+    unit = down.format.unit if is_quantized(down) else 1
+    return down.shape[-1] // unit % placement.size("mlp") == 0
+
+
+def _without_width(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    return tuple(None if axis == "mlp" else axis for axis in axes)
+
+
+def _partition(placement: Placement, axes: tuple[str | None, ...], w: Any) -> Any:
+    """Return the partition of a weight; of a quantised one, that of each of its arrays."""
+    if not is_quantized(w):
+        return placement.partition(axes, w.shape)
+    return jax.tree.map(lambda x: placement.partition(axes, x.shape), w)
+
+
 def _sharded(
     x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, placement: Placement
 ) -> jax.Array:
@@ -202,14 +220,16 @@ def _sharded(
     split_tokens = tokens[0] is not None and "expert" in tokens[0]
     axes = {"gate": ("experts", "mlp", None), "up": ("experts", "mlp", None), "down": ("experts", None, "mlp")}
     axes |= {"gate_bias": ("experts", "mlp"), "up_bias": ("experts", "mlp"), "down_bias": ("experts", None)}
-    specs = {name: placement.partition(axes[name], w.shape) for name, w in params.items()}
-    is_split = specs["gate"][0] is not None
+    axes = axes if _splits_width(params["down"], placement) else {n: _without_width(a) for n, a in axes.items()}
+    specs = {name: _partition(placement, axes[name], w) for name, w in params.items()}
+    gate = placement.partition(axes["gate"], params["gate"].shape)
+    is_split = gate[0] is not None
 
     def local(x, weights, chosen, params):
         if split_tokens and is_split:  # this device's experts serve the tokens of its whole row of the expert axis
             x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
         first = lax.axis_index("expert") * params["gate"].shape[0] if is_split else 0
-        width_parts = mesh.shape["tensor"] if specs["gate"][1] is not None else 1
+        width_parts = mesh.shape["tensor"] if gate[1] is not None else 1
         # the down projection's bias would be added once per part of the width
         shares = dict(first_expert=first, bias_share=1.0 / width_parts)
         out = _flat(x, weights, chosen, params, glu, platform, **shares)

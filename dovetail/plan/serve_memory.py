@@ -26,10 +26,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from dovetail.core.chips import Chip
 from dovetail.core.errors import OutOfMemoryError
 from dovetail.core.host import available_memory
-from dovetail.core.mesh import MESH_AXES, SERVE, Placement
-from dovetail.core.spec import ParamSpec, leaf_dtype, leaves, num_params
+from dovetail.core.mesh import MESH_AXES, SERVE, Placement, array_shardings
+from dovetail.core.spec import ParamSpec, leaves, num_bytes, num_params
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.draft.draft import DraftModel
+from dovetail.models.formats import rounded_formats
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import VISION, cache_shapes, kv_bytes_per_token, spec
 from dovetail.models.towers.vision import Tower
@@ -49,9 +50,10 @@ SAMPLER_TABLES = 4  # [rows, vocab] tables of 32 bits that the sampler needs bes
 # Beside a trainer on the same device, pages take at most this share of it, and the largest step about this many bytes.
 BESIDE_POOL_SHARE = 0.3
 BESIDE_STEP_BYTES = 2 * 2**30
-# Bytes per element of weights and pages. The engine computes in the first four; PLANNED_ONLY can be planned only.
+# Bytes per element of pages, and of weights that are not QUANTIZED, whose scales are counted too (core.formats). The
+# engine computes in the first four, and has no pages in others.
 HELD = {"bf16": 2.0, "f16": 2.0, "f32": 4.0, "tf32": 4.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
-PLANNED_ONLY = ("int8", "fp8", "int4")  # the engine has neither such weights nor such pages
+QUANTIZED = ("int8", "fp8", "int4")
 
 
 # --- planned ----------------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def platform_of(chip: Chip | None) -> str:
 
 def compute_dtype(held_as: str) -> str:
     """Return the compute dtype of weights that are held as `held_as`."""
-    return "bf16" if held_as in PLANNED_ONLY else held_as
+    return "bf16" if held_as in QUANTIZED else held_as
 
 
 @functools.lru_cache(maxsize=64)
@@ -175,15 +177,19 @@ def local_weights(
 ) -> tuple[tuple[ParamSpec, int], ...]:
     """Return every weight in the engine's layout with its bytes on one device; `tower`: those of a vision tower too."""
     place = placement(chip, tensor)
-    specs = {name: part for name, part in serving_spec(cfg, place).items() if tower or name != VISION}
+    whole = serving_spec(cfg, place, rounded_formats(spec(cfg), dtype))
+    specs = {name: part for name, part in whole.items() if tower or name != VISION}
     return tuple((one, _bytes(one, place, dtype, spread)) for _, one in leaves(specs))
 
 
 def _bytes(one: ParamSpec, place: Placement | None, dtype: str, spread: bool) -> int:
-    """Return a weight's bytes on one device. Vectors (norms, biases) are never quantised."""
-    own = leaf_dtype(one, _numpy_dtype(compute_dtype(dtype)))
-    each = HELD[dtype] if dtype in PLANNED_ONLY and len(one.shape) > 1 and one.dtype is None else own.itemsize
-    return int(local_size(one, place, spread) * each)
+    """Return a weight's bytes on one device."""
+    own = _numpy_dtype(compute_dtype(dtype))
+    if place is None:
+        return num_bytes(one, own)
+    arrays, places = one.arrays(own), array_shardings(place, one, own)
+    held = sum(math.prod(x) // _parts(places[name].spec, place) * kind.itemsize for name, (x, kind) in arrays.items())
+    return held * local_size(one, place, spread) // local_size(one, place)
 
 
 def local_size(one: ParamSpec, place: Placement | None, spread: bool = False) -> int:

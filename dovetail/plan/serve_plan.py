@@ -18,7 +18,17 @@ from dovetail.core.errors import OutOfMemoryError, UserError
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
 from dovetail.plan.calibration import Fractions
-from dovetail.plan.serve_memory import HELD, MEMORY_UTILIZATION, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
+from dovetail.plan.serve_memory import (
+    HELD,
+    MEMORY_UTILIZATION,
+    QUANTIZED,
+    SLACK,
+    USABLE,
+    Held,
+    compute_dtype,
+    held,
+    platform_of,
+)
 from dovetail.plan.serve_time import Bounds, Replica, machine_devices
 
 HOUR = 3600.0
@@ -97,11 +107,11 @@ class ServePlan:
         if replica.machines > 1:
             each = machine_devices(replica.accelerator)
             found.append(f"a replica spans {replica.machines} machines of {each} devices, and the engine runs on one")
-        held = [name for name in dict.fromkeys((replica.dtype, kv)) if name in PLANNED_ONLY]
-        if held:
-            found.append(f"the engine has no weights or KV pages in {' or '.join(held)}")
-        elif kv != replica.dtype:
-            found.append(f"the engine keeps KV pages in the type of the weights, {replica.dtype}")
+        own = compute_dtype(replica.dtype)
+        if kv in QUANTIZED:
+            found.append(f"the engine has no KV pages in {kv}")
+        elif kv != own:
+            found.append(f"the engine keeps KV pages in the type that it computes in, {own}")
         return "; ".join(found)
 
     @property
@@ -303,7 +313,7 @@ def refusal(replica: Replica, workload: Workload, memory: int | None, tensor: in
     wanted = need.weights + need.step + SLACK + need.per_token * -(-one.length // need.page) * need.page
     ways = [
         *([f"on {' or '.join(found)}"] if (found := elsewhere(replica, one, degree)) else []),
-        *([] if replica.dtype in PLANNED_ONLY else _smaller(replica, one)),
+        *([] if replica.dtype in QUANTIZED else _smaller(replica, one)),
     ]
     machine = f" on {replica.machines} machines" if replica.machines > 1 else ""
     each = f"each of {degree} devices{machine}" if degree > 1 else "a device"
@@ -346,7 +356,7 @@ def _smaller(replica: Replica, workload: Workload) -> list[str]:
     """Return the weight dtype with fewer bits that would fit, as a suggestion."""
     for dtype in ("int8", "int4"):
         if _fits(replace(replica, dtype=dtype, kv=replica.kv or "bf16"), workload):
-            return [f"here with {dtype} weights, which Dovetail's engine does not have (--dtype {dtype} plans them)"]
+            return [f"here with {dtype} weights (--dtype {dtype})"]
     return []
 
 

@@ -24,10 +24,12 @@ from dovetail.io.images.processor import copy_processor
 from dovetail.io.load import config_of, find_processor, open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.frozen import abstract_frozen, pack
+from dovetail.models.formats import rounded_formats
+from dovetail.models.frozen import abstract_frozen
 from dovetail.models.lora import OUTER, Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
+from dovetail.ops.quant.weight import is_quantized
 from dovetail.train.images import image_columns
 from dovetail.train.objective import Frozen, StepContext, export, whole
 from dovetail.train.settings import check_causal
@@ -150,8 +152,7 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
 
         path = resolve(weights)
         source, _, _ = open_checkpoint(path)
-        convert = functools.partial(pack, held=held, placement=placement)
-        return read_params(source, cfg, dtype, str(path), placement, convert=convert)
+        return read_params(source, cfg, dtype, str(path), placement, formats=rounded_formats(spec(cfg), held))
 
     return Frozen(lambda cfg, placement: abstract_frozen(cfg, held, dtype, placement), load)
 
@@ -173,7 +174,7 @@ def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambd
     places = {name: jax.tree.map(lambda leaf: leaf.sharding, ready.abstract_state.params[name]) for name in adapters}
     new = init(adapters, jax.random.key(settings.seed), dtype, shardings=places)
     adapted = _projections(ready, base(ready)) if lora.use_dora else []
-    norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in adapted}
+    norms = {path: row_norms(w.dense() if is_quantized(w) else w, dims) for path, w, dims in adapted}
     whole = {name: _copied(base(ready)[name], ready.abstract_state.params[name]) for name in saved}
 
     def one(path: tuple, x: jax.Array) -> jax.Array:

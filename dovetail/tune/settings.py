@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import one_of, require
+from dovetail.core.formats import ROUNDED
 from dovetail.core.recipe import NOT_A_KEY, dump
 from dovetail.core.training import Eval, Optimizer, Precision, StepModels, Training
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD
 from dovetail.models.lora import Lora
-from dovetail.ops.quant import SCHEMES
 from dovetail.train.settings import shape_key
 from dovetail.tune.draft_sections import AnswerSettings, DrafterSettings
 from dovetail.tune.sections import (
@@ -52,7 +52,7 @@ class Tuning(Training):
     optimizer: Optimizer = OPTIMIZER
     data: TuningData = DATA
     lora: Lora | None = None  # train adapters; the weights below them are frozen
-    quantization: str = ""  # storage of the frozen weights: bf16, f32, int8 or nf4 (QLoRA); default: as compute
+    quantization: str = ""  # storage of the frozen weights: bf16, f32, int8, nf4 (QLoRA); default: as compute
     from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
     samples: SampleSettings = SAMPLES
     # the most patches of an image's item in the data, 0 without images: filled in when the data is read
@@ -65,7 +65,7 @@ class Tuning(Training):
         super().__post_init__()
         one_of("quantization", self.quantization, ("", *HELD))
         require(
-            self.lora is not None or self.quantization not in SCHEMES,
+            self.lora is not None or self.quantization not in ROUNDED,
             f"quantization={self.quantization} requires lora, because without it all weights are trained: set "
             "lora.r=16, or leave quantization out",
             param="quantization",

@@ -65,10 +65,11 @@ def test_serving_as_json_and_as_a_picture(home, tmp_path):
         run(*GEMMA, "--price", "1", "--spot")
 
 
-def test_a_dtype_that_the_engine_cannot_serve_is_reported(home):
+def test_quantised_weights_are_planned_and_kv_pages_are_said_not_to_be(home):
     said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8")
-    assert "not served by Dovetail: the engine has no weights or KV pages in int8" in said and "KV in bf16" in said
-    assert "start it:" not in said
+    assert "KV in bf16" in said and "--quantization int8" in said.rpartition("start it: ")[2]
+    said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8", "--kv", "int8")
+    assert "not served by Dovetail: the engine has no KV pages in int8" in said and "start it:" not in said
     with refuses("dtype", naming="must be one of bf16"):
         run("serve", "llama3-8b", "--on", "h200x1", "--dtype", "int3")
 

@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +17,10 @@ from refusals import refuses
 from dovetail.core.errors import CheckpointError, MissingPackageError
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.gguf_file import QUANT_TYPES
+from dovetail.io.hf import read_params, stored_formats
+from dovetail.models.formats import formats_of
+from dovetail.models.registry import parse_config
+from dovetail.ops.quant.weight import is_quantized
 
 VOCAB, HIDDEN, FF, LAYERS, HEADS, KV, DIM, EXPERTS = 40, 32, 64, 4, 4, 2, 16, 3
 
@@ -193,6 +198,21 @@ def test_quantised_weights_equal_the_gguf_packages_own_numbers(tiny, kind):
     np.testing.assert_array_equal(checkpoint.read(value, cut).astype(np.float32), expected[cut])
     # Row order is undone on the packed rows: the result must be the same as undoing it on the numbers.
     np.testing.assert_array_equal(to_llama_cpp_order(checkpoint.read(query).astype(np.float32), HEADS), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_blocks_are_kept_as_they_lie_in_the_file(tiny, model_type):
+    """Rows in Hugging Face's order, experts one by one; vectors, routers and plain tensors are arrays."""
+    stored = stored_weights(model_type, random_weights(model_type))
+    kept = [n for n, x in stored.items() if x.ndim > 1 and "inp" not in n and ".0." not in n]
+    source = GgufCheckpoint(tiny(model_type, tensors={n: (pack(stored[n], Quant.Q4_1), Quant.Q4_1) for n in kept}))
+    cfg = parse_config(source.config)
+    formats = stored_formats(source, cfg, "x")
+    ours, plain = (read_params(source, cfg, "float32", "x", formats=each) for each in (formats, ()))
+    assert len(formats_of(ours)) == 2 + 7 * (LAYERS - 1) and not formats_of(plain)
+    unpacked = jax.tree.map(lambda w: w.dense() if is_quantized(w) else w, ours, is_leaf=is_quantized)
+    for got, want in zip(jax.tree.leaves(unpacked), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
 
 
 def pack(values: np.ndarray, quant: Quant) -> np.ndarray:

@@ -121,7 +121,7 @@ BAD = {
     "unknown field": (config(logit_twist=0.5), r"not supported: logit_twist=0\.5"),
     "missing field": (config(hidden_size=None), r"'hidden_size' is missing"),
     "a word for a number": (config(num_attention_heads="four"), r"num_attention_heads='four'"),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), r"quantization_config: .*gptq"),
+    "quantised": (config(quantization_config={"quant_method": "hqq"}), r"quantization_config: .*hqq"),
     "quantised somehow": (config(quantization_config="4bit"), r"quantization_config"),
     "tokenizer": (write("tokenizer.json", b"{"), r"tokenizer\.json"),
 }  # fmt: skip

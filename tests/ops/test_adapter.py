@@ -1,4 +1,4 @@
-"""Test that adapted and quantised weights give the products of the arrays that they represent."""
+"""Test that adapted weights give the products of the arrays that they represent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from dovetail.ops.adapter import Adapted, Widened, choose, merged, of_rows
 from dovetail.ops.linear import grouped, matmul, per_head
-from dovetail.ops.quant import NF4_VALUES, SCHEMES, pack_int8
 
 
 def random(*shape: int) -> jax.Array:
@@ -85,50 +84,3 @@ def test_dropout_keeps_the_mean_and_leaves_the_base_alone():
         jnp.zeros((1, 4096)), jnp.ones((1, 4096)) / 4096, jnp.ones((1, 1)), None, None, jax.random.key(1), 0.5
     )
     assert abs(float(matmul(jnp.ones((1, 4096)), ones)[0, 0]) - 1) < 0.1
-
-
-# --- fewer bits -------------------------------------------------------------------------------------------------------
-
-
-def nf4_by_hand(w: np.ndarray, block: int = 64) -> np.ndarray:
-    """The nearest of the 16 values, block by block, in plain NumPy."""
-    out = np.empty_like(w)
-    for i, row in enumerate(w):
-        for at in range(0, len(row), block):
-            part = row[at : at + block]
-            greatest = np.abs(part).max() or np.float32(1)
-            nearest = np.abs(part[:, None] / greatest - NF4_VALUES[None]).argmin(axis=1)
-            out[i, at : at + block] = NF4_VALUES[nearest] * np.abs(part).max()
-    return out
-
-
-def int8_by_hand(w: np.ndarray) -> np.ndarray:
-    scale = np.abs(w).max(axis=1, keepdims=True) / np.float32(127)
-    return np.round(w / np.where(scale == 0, 1, scale)).astype(np.int8).astype(np.float32) * scale
-
-
-@pytest.mark.parametrize("scheme", ["int8", "nf4"])
-def test_unpacking_equals_numpy(scheme):
-    w = np.array(random(6, 192))
-    w[3] = 0
-    by_hand = {"int8": int8_by_hand, "nf4": nf4_by_hand}[scheme]
-    np.testing.assert_array_equal(SCHEMES[scheme].pack(jnp.asarray(w)).dense(), by_hand(w))
-
-
-@pytest.mark.parametrize("scheme", ["int8", "nf4"])
-def test_products_and_gradients_of_packed_weights(scheme):
-    packed, x = SCHEMES[scheme].pack(random(8, 4, 64)), random(5, 64)
-    whole = packed.dense()
-    assert packed.shape == whole.shape == (8, 4, 64)
-    np.testing.assert_allclose(matmul(x, packed), matmul(x, whole), atol=1e-4)
-    ours = jax.grad(lambda x: jnp.sum(jnp.sin(matmul(x, packed))))(x)
-    np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.sin(matmul(x, whole))))(x), atol=1e-4)
-    heads = random(5, 8, 64)
-    np.testing.assert_allclose(per_head(heads, packed), per_head(heads, whole), atol=1e-4)
-
-
-def test_bytes():
-    w = random(8, 128).astype(jnp.bfloat16)
-    sizes = {name: sum(x.nbytes for x in jax.tree.leaves(one.pack(w))) for name, one in SCHEMES.items()}
-    assert sizes == {"int8": 8 * 128 + 8 * 4, "nf4": 8 * 64 + 8 * 2 * 4}
-    assert pack_int8(w).dense().dtype == jnp.bfloat16

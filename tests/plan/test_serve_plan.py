@@ -155,11 +155,11 @@ def test_kv_sizes_of_the_book():
 
 
 def test_critical_batches():
-    """About 240 tokens on a v5e, 295 on an H100, 206 on an H200, 281 on a B200; half with weights of int8."""
+    """About 240 tokens on a v5e, 295 on an H100, 206 on an H200, 281 on a B200; half with int8, but for the head."""
     cfg = read_model("llama3-8b")
     for where, batch in (("v5e-1", 240), ("h100x1", 295), ("h200x1", 206), ("b200x1", 281)):
         assert Replica(cfg, parse(where)).critical_batch == pytest.approx(batch, rel=0.02)
-    assert Replica(cfg, parse("v5e-1"), dtype="int8").critical_batch == pytest.approx(120, rel=0.02)
+    assert Replica(cfg, parse("v5e-1"), dtype="int8").critical_batch == pytest.approx(128, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_replicas_over_several_machines_are_planned_where_none_holds_the_model()
     assert sorted(plan.tensor for plan in plans) == [8, 16]
     whole = next(plan for plan in plans if plan.tensor == 16)
     assert whole.replica.machines == 4 and "spans 4 machines of 4 devices" in whole.unserved
-    assert whole.held.weights == pytest.approx(70.6e9 / 16, rel=0.03)
+    assert whole.held.weights == pytest.approx((70.6e9 + 2.1e9) / 16, rel=0.03)  # embeddings and head are in bf16
     assert whole.held.per_token == pytest.approx(2 * 160e3 / 16, rel=0.03)  # 8 key heads: each is on two devices
     assert whole.replica.decode(1, 1).best == pytest.approx(70.6e9 / 16 / 0.82e12, rel=0.05)
     eight = next(plan for plan in plans if plan.tensor == 8)

@@ -8,6 +8,7 @@ names one load: cached prefixes are shared only among requests of the same one.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.sequence import Adapter
 from dovetail.io.peft import read_adapter
 from dovetail.models.config import ModelConfig
+from dovetail.models.formats import Formats, formats_of
 from dovetail.models.lora import Lora
 from dovetail.models.serving_lora import (
     SlotLayout,
@@ -112,9 +114,12 @@ class Adapters:
         return self._loaded.pop(self.find(name).name)
 
 
-def adapters_for(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Adapters:
-    """Return an engine's adapters: `lora_modules` loaded, with `max_loras` slots."""
+def adapters_for(
+    cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None, formats: Formats = ()
+) -> Adapters:
+    """Return the adapters of an engine whose weights have `formats`: `lora_modules` loaded, with `max_loras` slots."""
     layout, read = _layout(cfg, options, placement)
+    layout = replace(layout, formats=formats)
     adapters = Adapters(layout, dtype)
     for name, (lora, tree) in read.items():
         adapters.put(name, slot_values(layout, tree, lora, dtype))
@@ -123,7 +128,7 @@ def adapters_for(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement
 
 def with_adapters(params: Any, cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Any:
     """Return abstract weights as a step of such an engine takes them."""
-    layout = check_adapters(cfg, options, placement)
+    layout = replace(check_adapters(cfg, options, placement), formats=formats_of(params))
     if not layout.slots:
         return params
 

@@ -1,0 +1,195 @@
+"""Test quantised weights: each format's numbers against its definition, and products against those of the array."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, dequantize
+
+from dovetail.core.formats import BLOCKS, ROUNDED, Format, fitted
+from dovetail.core.mesh import SERVE, Placement, make_mesh
+from dovetail.core.spec import ParamSpec, Stored
+from dovetail.ops import moe
+from dovetail.ops.glu import Glu
+from dovetail.ops.linear import grouped, lookup, matmul, matmul_transposed, per_head
+from dovetail.ops.loss import cross_entropy
+from dovetail.ops.quant import weight
+from dovetail.ops.quant.unpack import E2M1_VALUES, NF4_VALUES, unpack
+from dovetail.ops.quant.weight import Quantized, rounded
+
+BY_HAND = [name for name in ROUNDED if name not in ("w8a8", "fp8_block")]
+
+
+def random(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def declared(shape: tuple[int, ...], form: Format | None, stored: tuple[int, ...] = ()) -> ParamSpec:
+    return ParamSpec(shape, (None,) * len(shape), Stored(("x",), stored or shape), format=form)
+
+
+def packed(scheme: str, w: jax.Array, stored: tuple[int, ...] = ()) -> Quantized:
+    size = (stored or w.shape)[-1]
+    return rounded(declared(w.shape, fitted(scheme, size), stored), w)
+
+
+def blocks(name: str, *out: int, size: int = 512) -> Quantized:
+    """Random bytes, with finite scales: a f16 below 1 has 0 as its highest exponent bit."""
+    values, nbytes = BLOCKS[name]
+    raw = np.random.default_rng(len(name)).integers(0, 256, (*out, size // values, nbytes), np.uint8)
+    for at in {"q6_k": (209,)}.get(name, (1, 3) if name[-1] in "1k" else (1,)):
+        raw[..., at] &= 0b10111011
+    return Quantized({"blocks": jnp.asarray(raw.reshape(*out, -1))}, Format(name), jnp.dtype(jnp.float32))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def group_by_hand(scheme: str, part: np.ndarray) -> np.ndarray:
+    """Round the values of one group, in plain NumPy."""
+    greatest, f32 = np.abs(part).max(), np.float32
+    if scheme == "int8":
+        scale = greatest / f32(127)
+        return np.round(part / scale).astype(np.int8).astype(f32) * scale
+    if scheme == "fp8":
+        scale = greatest / f32(448)
+        return (part / scale).astype(ml_dtypes.float8_e4m3fn).astype(f32) * scale
+    if scheme == "int4":
+        scale = np.float16(greatest / f32(7.5)).astype(f32)
+        return np.clip(np.round(part / scale), -8, 7) * scale
+    if scheme == "int4_asym":
+        scale = np.float16((max(part.max(), 0) - min(part.min(), 0)) / f32(15)).astype(f32)
+        zero = np.clip(np.round(-min(part.min(), 0) / scale), 0, 15)
+        return (np.clip(np.round(part / scale) + zero, 0, 15) - zero) * scale
+    values, scale = (
+        (NF4_VALUES, greatest) if scheme == "nf4" else (E2M1_VALUES, 2.0 ** (np.floor(np.log2(greatest)) - 2))
+    )
+    return values[np.abs(part[:, None] / scale - values).argmin(axis=1)] * f32(scale)
+
+
+@pytest.mark.parametrize("scheme", BY_HAND)
+def test_rounded_weights_equal_numpy(scheme):
+    w = np.array(random(6, 192))
+    w[3] = 0
+    group = fitted(scheme, 192).group or 192
+    by_hand = np.zeros_like(w)
+    for i, at in ((i, at) for i in range(6) if i != 3 for at in range(0, 192, group)):
+        by_hand[i, at : at + group] = group_by_hand(scheme, w[i, at : at + group])
+    np.testing.assert_array_equal(packed(scheme, jnp.asarray(w)).dense(), by_hand)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_equal_the_gguf_package(name):
+    ours = blocks(name, 3)
+    theirs = dequantize(np.asarray(ours.arrays["blocks"]), GGMLQuantizationType[name.upper()])
+    np.testing.assert_allclose(ours.dense(), theirs, rtol=1e-6, atol=0)
+
+
+def test_mxfp4_equals_transformers():
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (2, 6, 3, 16), np.uint8)  # experts, rows, groups, bytes
+    scale = rng.integers(110, 140, (2, 6, 3), np.uint8)
+    theirs = convert_moe_packed_tensors(torch.tensor(codes), torch.tensor(scale), dtype=torch.float32)
+    ours = unpack(
+        Format("mxfp4", 32, "uint8"), {"codes": jnp.asarray(codes.reshape(2, 6, 48)), "scale": jnp.asarray(scale)}
+    )
+    np.testing.assert_array_equal(ours, theirs.numpy().swapaxes(1, 2))
+
+
+def test_nvfp4():
+    """Two codes per byte, the first in the lower half; scales in e4m3 of 16 values each, and one of the row."""
+    codes = jnp.asarray([[0x21, *[0] * 7, 0xF7, *[0] * 7]], jnp.uint8)
+    arrays = {"codes": codes, "scale": jnp.asarray([[0.5, 2]], jnp.float8_e4m3fn), "global": jnp.asarray([[0.25]])}
+    values = np.asarray(unpack(Format("nvfp4", 16, "float8_e4m3fn"), arrays))[0]
+    assert [values[i] for i in (0, 1, 16, 17)] == [0.0625, 0.125, 3, -3] and values.shape == (32,)
+
+
+def test_bytes():
+    sizes = {name: packed(name, random(8, 256)).nbytes / 8 for name in ROUNDED}
+    assert sizes == {
+        "int8": 260, "w8a8": 260, "fp8": 260, "fp8_block": 264, "int4": 132, "int4_asym": 134, "nf4": 144, "mxfp4": 136,
+    }  # fmt: skip
+    forms = {name: sum(math.prod(s) * k.itemsize for s, k in declared((8, 256), form).arrays("float32").values())
+             for name, form in ROUNDED.items()}  # fmt: skip
+    assert forms == {name: 8 * size for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(("scheme", "size", "group"), [("int4", 80, 16), ("int4", 24, None), ("mxfp4", 48, None)])
+def test_rows_that_the_group_does_not_divide(scheme, size, group):
+    assert (form := fitted(scheme, size)) is None or form.group == group
+    assert (form is None) == (group is None)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4_asym", "mxfp4", pytest.param("nf4", marks=pytest.mark.thorough)])
+def test_products_equal_those_of_the_array(scheme, monkeypatch):
+    w, x = packed(scheme, random(6, 4, 96)), random(5, 96)
+    whole = w.dense()
+    assert w.shape == whole.shape == (6, 4, 96)
+    np.testing.assert_allclose(matmul(x, w), matmul(x, whole), atol=1e-4)
+    np.testing.assert_allclose(per_head(random(5, 6, 96), w), per_head(random(5, 6, 96), whole), atol=1e-4)
+    back = random(5, 6, 4)
+    np.testing.assert_allclose(per_head(back, w, transposed=True), per_head(back, whole, transposed=True), atol=1e-4)
+    sizes = jnp.asarray([2, 0, 1, 0, 2, 0])
+    np.testing.assert_allclose(grouped(x, w, sizes), grouped(x, whole, sizes), atol=1e-4)
+    ours, theirs = (jax.grad(lambda x, w=w: jnp.sum(jnp.sin(matmul(x, w))))(x) for w in (w, whole))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    monkeypatch.setattr(weight, "PART", 96 * 5)  # rows are unpacked four at a time
+    np.testing.assert_allclose(matmul(x, w), matmul(x, whole), atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["nf4"])
+def test_two_input_dims_are_one_row(scheme):
+    w, x = packed(scheme, random(8, 4, 24), stored=(8, 96)), random(5, 4, 24)
+    assert w.shape == (8, 4, 24) and w.arrays["codes"].ndim == 2
+    np.testing.assert_allclose(matmul(x, w, dims=2), matmul(x, w.dense(), dims=2), atol=1e-4)
+
+
+def test_tables():
+    table, index = blocks("q4_1", 7), jnp.asarray([[1, 0], [6, 6]])
+    whole = table.dense()
+    np.testing.assert_array_equal(lookup(table, index), whole[index])
+    np.testing.assert_allclose(matmul_transposed(random(2, 7), table), random(2, 7) @ whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantised_head_has_the_loss_of_the_array():
+    head, hidden = packed("int8", random(40, 32)), random(2, 6, 32)
+    targets, mask = jnp.arange(12).reshape(2, 6), jnp.ones((2, 6))
+    of = jax.value_and_grad(lambda h, head: cross_entropy(h, head, targets, mask, chunk=4)[0])
+    for ours, theirs in zip(of(hidden, head), of(hidden, head.dense()), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_dynamic_activations():
+    """Rounded to int8, each row by its greatest value; the error stays below half a step of either factor."""
+    w, x = packed("w8a8", random(6, 96)), random(5, 96).at[2].set(0)
+    got, exact = np.asarray(matmul(x, w)), np.asarray(matmul(x, w.dense()))
+    steps = np.abs(x).max(axis=1) / 127
+    rounded_x = np.round(x / np.where(steps == 0, 1, steps)[:, None]) * steps[:, None]
+    np.testing.assert_allclose(got, rounded_x @ np.asarray(w.dense()).T, rtol=1e-4, atol=1e-4)
+    assert 0 < np.abs(got - exact).max() < 0.1
+
+
+@pytest.mark.parametrize("width", [64, pytest.param(96, marks=pytest.mark.thorough)])
+def test_experts_on_a_mesh(width):
+    """A width of 64 is two groups of mxfp4, one per device; the three of 96 are whole on both."""
+    place = Placement(make_mesh({"expert": 2, "tensor": 2}, jax.devices()[:4]), SERVE)
+    shapes = {"gate": (4, width, 32), "up": (4, width, 32), "down": (4, 32, width)}
+    made = {name: random(*shape) for name, shape in shapes.items()}
+    ours = {name: packed("mxfp4", w) for name, w in made.items()}
+    whole = {name: w.dense() if isinstance(w, Quantized) else w for name, w in ours.items()}
+    chosen, share = jnp.asarray([[0, 3], [1, 2], [3, 1], [2, 0]]), random(4, 2)
+    args = random(4, 32), share, chosen
+    got = jax.jit(lambda p: moe.experts(*args, p, Glu("silu"), place))(ours)
+    np.testing.assert_allclose(got, moe.experts_reference(*args, whole, Glu("silu")), atol=2e-3, rtol=1e-4)
+    np.testing.assert_allclose(moe.experts_reference(*args, ours, Glu("silu")), got, atol=2e-3, rtol=1e-4)
