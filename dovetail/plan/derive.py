@@ -17,6 +17,7 @@ from dovetail.core.units import format_bytes
 from dovetail.models.config import ModelConfig
 from dovetail.models.repeats import repeats
 from dovetail.models.spec import flops_per_token
+from dovetail.plan.external import external_plan
 from dovetail.plan.flops import mean_keys, recomputed
 from dovetail.plan.plans import MeshPlan, axes_of, layers_folded, most_unrolled, plans, row_shards
 from dovetail.plan.refusal import check, refuse_devices
@@ -86,10 +87,14 @@ def derive(
     if on_host:  # CPU devices share one memory: splitting layers or rows between them saves nothing
         mesh = settings.mesh
         settings = replace(settings, mesh=replace(mesh, tensor=mesh.tensor or 1, context=mesh.context or 1))
-    check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
     whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, dict(beside or {})
     limit = whole and max(1, whole - sum(others.values()))
+    hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
+    if cfg.external:
+        filled, needed, why = external_plan(cfg, settings, devices, limit)
+        return Derived(filled, devices, hardware, whole, needed, why, others)
+    check(cfg, settings)
     on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
     on_tpu = chip is not None and chip.pod is not None
     found = list(plans(cfg, settings, devices, limit, on_gpu=on_gpu, on_tpu=on_tpu))
@@ -102,7 +107,6 @@ def derive(
     filled = replace(
         settings, mesh=best.mesh, scan=best.scan, remat=best.remat, per_device=best.rows, accumulate=best.microsteps
     )
-    hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
     why = _reasons(cfg, settings, best, limit, on_gpu, on_tpu)
     return Derived(filled, devices, hardware, whole, best.memory, why, others)
 

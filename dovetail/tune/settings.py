@@ -64,6 +64,9 @@ class Tuning(Training):
             object.__setattr__(self, "epochs", EPOCHS)
         super().__post_init__()
         one_of("quantization", self.quantization, ("", *HELD))
+        if not isinstance(self.model, str):
+            for key, is_set in (("lora", self.lora), ("samples", self.samples.every)):
+                require(not is_set, f"{key} must not be set for a torch module: leave it out", param=key)
         require(
             self.lora is not None or self.quantization not in SCHEMES,
             f"quantization={self.quantization} requires lora, because without it all weights are trained: set "
@@ -121,6 +124,7 @@ class Sft(Tuning):
     """Supervised fine-tuning, by default on the assistant's tokens alone."""
 
     takes_images: ClassVar[bool] = True
+    takes_torch: ClassVar[bool] = True
 
     assistant_only_loss: bool = True  # false: train every token of a conversation
     completion_only_loss: bool = True  # false: train the prompt as well as the completion
