@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Batch, Params
-from dovetail.models.config import ModelConfig
 
 
 class RowLogits(Protocol):
@@ -47,12 +48,6 @@ class ExternalModel:
         return dict(self.weights)
 
 
-def external_config(model: ExternalModel, name: Mapping[str, Any], vocab: int, max_len: int) -> ModelConfig:
-    """Return a config without layers for an external model; `name` distinguishes it from others."""
-    source = json.dumps(dict(name), sort_keys=True, default=str)
-    return ModelConfig("external", vocab, 0, (), max_len, 0.0, external=model, source=source)
-
-
 def weight_spec(name: str, shape: tuple[int, ...], is_table: bool = False, dtype: str | None = None) -> ParamSpec:
     """Declare a weight of an external model.
 
@@ -67,3 +62,22 @@ def weight_spec(name: str, shape: tuple[int, ...], is_table: bool = False, dtype
     axes = ("embed",) * len(shape) if len(shape) > 1 else (None,) * len(shape)
     active = 0.0 if is_table or len(shape) < 2 else 1.0
     return ParamSpec(shape, axes, Stored((name,), shape), active=active, dtype=dtype)
+
+
+def gathered(weights: Params, specs: Mapping[str, ParamSpec], placement: Placement) -> Params:
+    """Return the weights whole on every device, for use; their gradients are split again.
+
+    Without it XLA may split activations along the dim by which a weight is split, whatever the module does with it.
+    """
+    whole = NamedSharding(placement.mesh, PartitionSpec())
+    add = functools.partial(jax.lax.with_sharding_constraint, shardings=whole)  # with the next, a reduce-scatter
+
+    def one(x: jax.Array, at: NamedSharding) -> jax.Array:
+        @jax.custom_vjp
+        def gather(x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, whole)
+
+        gather.defvjp(lambda x: (gather(x), None), lambda _, grad: (jax.lax.with_sharding_constraint(add(grad), at),))
+        return gather(x)
+
+    return {name: one(x, placement.sharding(specs[name].axes, x.shape)) for name, x in weights.items()}

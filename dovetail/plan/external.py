@@ -46,8 +46,7 @@ def external_plan(
     shown = " x ".join(f"{name} {size}" for name, size in axes_of(mesh).items() if size > 1)
     why = (
         ("mesh", shown or "1 device", "rows over all devices; weights over fsdp"),
-        ("per_device", str(rows), f"rows of a device in each of {microsteps} microsteps"),
-        ("memory", format_bytes(memory.total), "weights, moments and gradients; activations are not counted"),
+        ("per_device", str(rows), f"rows of a device and microstep, of which a step has {microsteps}"),
     )
     return filled, memory, why
 

@@ -21,7 +21,7 @@ from dovetail.core.types import Batch, Params
 from dovetail.io.load import config_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.external import ExternalModel
+from dovetail.models.external import ExternalModel, gathered
 from dovetail.train.objective import Frozen, Measured, Metrics, Objective, StepContext, whole
 
 
@@ -50,7 +50,8 @@ def _external(cfg: ModelConfig) -> ExternalModel:
 
 def external_logits(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array:
     """Return the logits [B, T, V] of an external model, whose constants are `ctx.frozen`."""
-    return _external(cfg).logits(params, ctx.frozen, batch, ctx.key)
+    model = _external(cfg)
+    return model.logits(gathered(params, model.weights, ctx.placement), ctx.frozen, batch, ctx.key)
 
 
 def _sums(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[jax.Array, jax.Array]:

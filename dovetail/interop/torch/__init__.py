@@ -9,5 +9,6 @@ docs/torch.md has the whole of it.
 
 from dovetail.interop.torch.environment import implement
 from dovetail.interop.torch.function import ModuleFunction, from_module
+from dovetail.interop.torch.train_step import TorchState, TorchStep, train_step
 
-__all__ = ["ModuleFunction", "from_module", "implement"]
+__all__ = ["ModuleFunction", "TorchState", "TorchStep", "from_module", "implement", "train_step"]
