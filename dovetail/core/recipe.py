@@ -291,6 +291,8 @@ def _member(args: tuple, value: Any, path: str, default: Any) -> Any:
     if plain is None and type(None) in args:
         return None
     members = [a for a in args if a is not type(None)]
+    if isinstance(plain, Mapping) and sum(map(dataclasses.is_dataclass, members)) == 1:
+        members = [a for a in members if dataclasses.is_dataclass(a)]  # its error names the key at fault
     if len(members) == 1:
         return _convert(members[0], value, path, default)
     for member in members:

@@ -110,11 +110,11 @@ def test_a_recipe_with_a_module_is_read_and_written():
     "changes, param",
     [
         ({"remat": "full"}, "remat"), ({"mesh": {"tensor": 2}}, "mesh.tensor"), ({"loss": {"z": 1e-4}}, "loss"),
-        ({"init": "smollm2-135m"}, "init"), ({"model": {"torch": "nothing"}}, "model"),
+        ({"init": "smollm2-135m"}, "init"), ({"model": {"torch": "nothing"}}, "model.torch"),
     ],
 )  # fmt: skip
 def test_keys_that_need_known_layers_are_refused(changes, param):
-    with refuses(RecipeError, param):
+    with refuses(param, RecipeError):
         read(Pretrain, {**RECIPE, **changes})
 
 
@@ -122,9 +122,9 @@ def test_models_that_are_not_modules_of_tokens_are_refused(tmp_path):
     for name, says in (("number", "must return a torch.nn.Module"), ("mlp", "must map tokens"), ("gone", "no function")):
         with pytest.raises(UserError, match=says):
             external_objective(read(Pretrain, {**RECIPE, "model": {"torch": f"{FILE}:{name}"}}))
-    with refuses(RecipeError, "lora"):
+    with refuses("lora", RecipeError):
         create(Sft, {"model.torch": "a.b:c", "lora.r": 4})
-    with refuses(RecipeError, "model"):
+    with refuses("model", RecipeError):
         create(Dpo, {"model.torch": "a.b:c"})
 
 
