@@ -65,5 +65,5 @@ def _mismatch(error: AttributeError) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torchax", "torch", "jax"))
     return (
         f"{versions} do not work together: {error}. torchax 0.0.13 and earlier name operators that torch 2.13 removed; "
-        f"{INSTALL} brings a torchax that works with torch 2.9 to 2.13."
+        f"{INSTALL} brings one that works with torch 2.13."
     )

@@ -95,10 +95,10 @@ def _unflatten_output(kind: type, keys: tuple[str, ...], children: Any) -> Any:
 
 
 def _flatten_cache(cache: Any) -> tuple[Any, Any]:
-    layers = [_split(vars(layer)) for layer in cache.layers]
+    layers = [(type(layer), *_split(vars(layer))) for layer in cache.layers]
     static = {name: value for name, value in vars(cache).items() if name != "layers"}
-    aux = (_frozen(static), tuple((type(layer), _frozen(part[1])) for layer, part in zip(cache.layers, layers)))
-    return tuple(part[0] for part in layers), aux
+    aux = (_frozen(static), tuple((kind, _frozen(attributes)) for kind, _, attributes in layers))
+    return tuple(tensors for _, tensors, _ in layers), aux
 
 
 def _unflatten_cache(kind: type, aux: Any, children: Any) -> Any:
