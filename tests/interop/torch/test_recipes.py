@@ -119,7 +119,11 @@ def test_keys_that_need_known_layers_are_refused(changes, param):
 
 
 def test_models_that_are_not_modules_of_tokens_are_refused(tmp_path):
-    for name, says in (("number", "must return a torch.nn.Module"), ("mlp", "must map tokens"), ("gone", "no function")):
+    for name, says in (
+        ("number", "must return a torch.nn.Module"),
+        ("mlp", "must map tokens"),
+        ("gone", "no function"),
+    ):
         with pytest.raises(UserError, match=says):
             external_objective(read(Pretrain, {**RECIPE, "model": {"torch": f"{FILE}:{name}"}}))
     with refuses("lora", RecipeError):
