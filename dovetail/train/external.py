@@ -6,6 +6,7 @@ differ only in their rows.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ def model_config(model: str | TorchModel) -> ModelConfig:
 
 def external_objective(settings: Training) -> Objective:
     """Return the objective of a recipe whose model is a torch module."""
-    model = _external(model_config(settings.model))
+    frozen = external_frozen(model_config(settings.model), weights=False)
     return Objective(
-        _measure, held_out=_held_out, frozen=frozen_constants(model), initial=_initial, export=_export,
+        _measure, held_out=_held_out, frozen=frozen, initial=_initial, export=_export,
         check=lambda cfg: None,
     )  # fmt: skip
 
@@ -73,19 +74,27 @@ def _held_out(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) 
     return {"loss": nll, "token_accuracy": correct}, batch.loss_mask.sum()
 
 
-def frozen_constants(model: ExternalModel, weights: bool = False) -> Frozen:
-    """Return the constants of an external model as frozen arrays; with `weights`, its weights too."""
-    specs = dict(model.constants) | (dict(model.weights) if weights else {})
+def external_frozen(cfg: ModelConfig, dtype: Any = jnp.float32, weights: bool = True) -> Frozen:
+    """Return an external model as frozen arrays: its constants in their own types, and its weights in `dtype`."""
+    model = _external(cfg)
+    specs = {**model.constants, **(model.weights if weights else {})}
 
-    def shapes(cfg: ModelConfig, placement: Placement) -> Any:
-        places, kept = placement.shardings(specs), abstract(specs, jnp.float32)
+    def shapes(_: ModelConfig, placement: Placement) -> Any:
+        places, kept = placement.shardings(specs), abstract(specs, dtype)
         return {name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=places[name]) for name, one in kept.items()}
 
-    def load(cfg: ModelConfig, placement: Placement) -> Any:
+    def load(own: ModelConfig, placement: Placement) -> Any:
         values = model.load()
-        return {name: _put(values[name], one) for name, one in shapes(cfg, placement).items()}
+        return {name: _put(values[name], one) for name, one in shapes(own, placement).items()}
 
     return Frozen(shapes, load)
+
+
+def frozen_logits(frozen: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array:
+    """Return the logits [B, T, V] in f32 of an external model that is not trained, as `external_frozen` loads it."""
+    weights = {name: frozen[name] for name in _external(cfg).weights}
+    plain = dataclasses.replace(ctx, frozen={name: frozen[name] for name in _external(cfg).constants}, key=None)
+    return jax.lax.stop_gradient(external_logits(weights, cfg, batch, plain)).astype(jnp.float32)
 
 
 def _put(x: np.ndarray, leaf: Any) -> jax.Array:

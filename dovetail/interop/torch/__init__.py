@@ -1,4 +1,4 @@
-"""PyTorch beside jax: unmodified modules as functions of jax, by way of torchax (extra `torch`), and our models in torch.
+"""PyTorch beside jax (extra `torch`): unmodified modules as functions of jax, by torchax; our models in torch.
 
     from dovetail.interop.torch import as_module, from_module, train_step
     params, apply = from_module(module)

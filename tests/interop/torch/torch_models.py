@@ -58,3 +58,30 @@ def words(vocab: int = 320) -> nn.Module:
 
 def number() -> int:
     return 3
+
+
+class TokenMean(nn.Module):
+    """A reward model: the mean of the tokens' values, higher for low tokens."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.values = nn.Embedding(vocab, 1)
+        with torch.no_grad():
+            self.values.weight.copy_(1 - torch.arange(vocab)[:, None] / vocab)
+
+    def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        values = self.values(tokens)[..., 0] * attention_mask
+        return values.sum(1) / attention_mask.sum(1)
+
+
+def token_mean(vocab: int = 320) -> nn.Module:
+    return TokenMean(vocab)
+
+
+def classifier() -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=320, n_positions=64, n_embd=16, n_layer=1, n_head=2, num_labels=1)
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    return GPT2ForSequenceClassification(GPT2Config(**sizes, **ids)).eval()
