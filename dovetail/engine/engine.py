@@ -33,6 +33,7 @@ from dovetail.engine.device.runner import (
     wants_prompt_logprobs,
 )
 from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.device.torch_runner import TorchRunner
 from dovetail.engine.interface import EngineStats, Later
 from dovetail.engine.request.intake import Intake, Prompt
 from dovetail.engine.request.outputs import (
@@ -54,9 +55,7 @@ from dovetail.engine.schedule.plan import UNKNOWN, Drafts, StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
-from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.models.publish import publish
 
 _REQUEST = attrgetter("seq.request")
 QUIET_SECONDS = 0.5  # without a new request before several steps are dispatched at once: a new one starts sooner
@@ -70,7 +69,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | TorchRunner,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         seed: int | None = 0,
@@ -262,7 +261,7 @@ class Engine:
 
     def published(self, params: Params, take: bool = False) -> Params:
         """Return weights in the layout that the steps are compiled for (see models.publish); for any thread."""
-        return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
+        return self.runner.published(params, take)
 
     def read_weights(self, path: str, keep_cache: bool = False, version: int | None = None) -> tuple[Any, ...]:
         """Return the arguments of swap_weights with the weights of a path. Any thread may call it.
@@ -270,7 +269,7 @@ class Engine:
         Both versions are in memory until the swap, unless the engine sleeps.
         """
         try:
-            params = load(path, self.runner.compute.dtype, self.runner.placement).params
+            params = self.runner.read(path)
         except UserError as error:  # it is about the model that was named here
             raise type(error)(str(error), param="path", code=error.code) from None
         return self.published(params, take=True), keep_cache, version

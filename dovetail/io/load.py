@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, greedy, unembed
 from dovetail.models.registry import parse_config, read_config, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
+
+if TYPE_CHECKING:
+    from dovetail.interop.torch.language_model import TorchLanguageModel
 
 
 @dataclass
@@ -66,6 +69,14 @@ class Model:
     def generate(self, token_ids: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         """Yield greedily chosen tokens."""
         return greedy(self.params, self.config, token_ids, max_new_tokens, self.compute)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, array) for every tensor of a Hugging Face checkpoint with these weights."""
+        return ((name, array) for name, _, array in write_tensors(self.config, self.params))
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder."""
+        save(Path(folder), self.config, self.params, self.tokenizer)
 
     def summary(self) -> list[tuple[str, str]]:
         """Return rows that describe the loaded model, for a table."""
@@ -107,13 +118,33 @@ def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Arra
         return unembed(params, cfg, hidden)
 
 
+@overload
 def load(
     x: str | Path,
     dtype: DTypeLike | None = None,
     placement: Placement | None = None,
     progress: Progress | None = None,
     check: Callable[[ModelConfig], None] | None = None,
-) -> Model:
+    backend: Literal["jax"] = "jax",
+) -> Model: ...
+@overload
+def load(
+    x: str | Path,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+    check: Callable[[ModelConfig], None] | None = None,
+    *,
+    backend: Literal["torch"],
+) -> TorchLanguageModel: ...
+def load(
+    x: str | Path,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+    check: Callable[[ModelConfig], None] | None = None,
+    backend: Literal["jax", "torch"] = "jax",
+) -> Model | TorchLanguageModel:
     """Load a model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
 
     Args:
@@ -123,21 +154,39 @@ def load(
         placement: The mesh and its rules; None for one device.
         progress: Called with a name, the bytes done and all bytes.
         check: Called with the model's config before a weight is read.
+        backend: "torch" runs the model as transformers defines it, on jax devices by torchax: for an architecture that
+            Dovetail does not implement (docs/torch.md).
 
     Returns:
-        The model.
+        The model; with `backend="torch"` a TorchLanguageModel.
 
     Raises:
         CheckpointError: The weights do not match the config.
         UserError: There is no such model, or its architecture is not supported.
     """
     path = resolve(x, progress)
+    if backend == "torch":
+        return _load_torch(path, dtype, placement, str(x))
     checkpoint, cfg, tokenizer = open_checkpoint(path)
     if check is not None:
         check(cfg)
     compute = compute_of(_own_dtype(checkpoint, cfg, str(path)) if dtype is None else dtype)
     params = read_params(checkpoint, cfg, compute.dtype, str(path), placement, progress)
     return Model(cfg, params, tokenizer, str(x), compute)
+
+
+def _load_torch(path: Path, dtype: DTypeLike | None, placement: Placement | None, source: str) -> TorchLanguageModel:
+    from dovetail.interop.torch.language_model import load_torch
+
+    if path.suffix == ".gguf":
+        raise UnsupportedError('`backend="torch"` reads Hugging Face folders, got a .gguf file', param="backend")
+    if placement is not None:
+        raise UnsupportedError('`backend="torch"` uses one device: leave `placement` out', param="placement")
+    return load_torch(path, dtype, _tokenizer(path), source)
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    return Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | None]:
@@ -148,8 +197,7 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | 
         gguf = GgufCheckpoint(path)
         return gguf, parse_config(gguf.config, str(path)), gguf.tokenizer()
     cfg = read_config(path)
-    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
-    return SafetensorFolder(path), cfg, tokenizer
+    return SafetensorFolder(path), cfg, _tokenizer(path)
 
 
 def convert(

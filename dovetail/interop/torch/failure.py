@@ -35,8 +35,8 @@ def explained(module: torch.nn.Module) -> Iterator[None]:
         ) from error
     except jax.errors.ConcretizationTypeError as error:
         raise UnsupportedError(
-            f"{_caller(module, error)} reads the value of a tensor (an `if`, `.item()`, a shape computed from data), which "
-            "a jitted function cannot. Pass that value as a Python number, or call the function without jit.",
+            f"{_caller(module, error)} reads the value of a tensor (an `if`, `.item()` or a shape made of data), "
+            "which a jitted function cannot. Pass that value as a Python number, or call the function without jit.",
             code="data_dependent",
         ) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +17,10 @@ import jax.numpy as jnp
 import torch
 
 from dovetail.core.compute import Compute
-from dovetail.core.errors import UnsupportedError
 from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Packed, Params
+from dovetail.interop.loaded import LoadedModel, check_text
 from dovetail.interop.torch.state import from_tensor, to_tensor
-from dovetail.io.hf import write_tensors
-from dovetail.io.load import Model, load, save
-from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import trunk, unembed
 from dovetail.models.spec import spec
@@ -37,36 +35,34 @@ class CausalOutput(NamedTuple):
     logits: torch.Tensor  # [B, T, V] f32
 
 
-def as_module(model: Model | str | Path, **how: Any) -> JaxModule:
+def as_module(model: LoadedModel) -> JaxModule:
     """Return a model of Dovetail as a torch module.
 
-        module = as_module("smollm2-135m", dtype="f32")
+        module = as_module(dt.load("smollm2-135m", dtype="f32"))
         optimizer = torch.optim.AdamW(module.parameters(), 1e-5)
         module(input_ids, labels=input_ids).loss.backward()
 
     Args:
-        model: A loaded model, or what `dt.load` takes.
-        **how: Further arguments of `dt.load`.
+        model: A loaded model. Its weights are copied.
 
     Raises:
         UnsupportedError: The model is not a causal language model of text.
     """
-    found = model if isinstance(model, Model) else load(model, **how)
-    return JaxModule(found.config, found.params, found.compute, found.tokenizer)
+    return JaxModule(model)
 
 
 class JaxModule(torch.nn.Module):
     """Run a Dovetail model as a torch module; see `as_module`."""
 
-    def __init__(self, cfg: ModelConfig, params: Params, compute: Compute, tokenizer: Tokenizer | None = None):
+    def __init__(self, model: LoadedModel):
         super().__init__()
-        if cfg.vision or cfg.images or cfg.scored or cfg.external:
-            raise UnsupportedError("`model` must be a causal language model of text to be used as a torch module")
-        self.cfg, self.tokenizer, self._names = cfg, tokenizer, []
-        for name, _, array in write_tensors(cfg, params):
+        check_text(model.config)
+        self._names: list[str] = []
+        for name, array in model.tensors():
             _register(self, name, torch.nn.Parameter(to_tensor(array)))
             self._names.append(name)
-        self._programs = _programs(cfg, compute)
+        self._model = replace(model, params={})  # type: ignore[type-var]
+        self._programs = _programs(model.config, model.compute)
 
     def forward(
         self,
@@ -90,13 +86,14 @@ class JaxModule(torch.nn.Module):
         flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().long()
         return CausalOutput(torch.nn.functional.cross_entropy(*flat, ignore_index=IGNORED), logits)
 
-    def params(self) -> Params:
-        """Return the weights as the tree of arrays that Dovetail uses."""
-        return _tree(self.cfg, {name: from_tensor(x).copy() for name, x in self.named_parameters()})
+    def to_model(self) -> Any:
+        """Return the model that this module was made of, with a copy of the current weights."""
+        arrays = {name: jnp.array(from_tensor(x), copy=True) for name, x in self.named_parameters()}
+        return replace(self._model, params=_tree(self._model.config, arrays))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder."""
-        save(Path(folder), self.cfg, self.params(), self.tokenizer)
+        self.to_model().save(folder)
 
 
 class _Run(torch.autograd.Function):

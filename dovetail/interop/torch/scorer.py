@@ -13,9 +13,6 @@ from dovetail.core.errors import RecipeError
 from dovetail.core.training import TorchModel
 from dovetail.interop.torch.function import from_module
 from dovetail.interop.torch.recipe import accepted, build_module, logits_of
-from dovetail.io.hub import resolve
-from dovetail.io.load import open_checkpoint
-from dovetail.io.tokenizer import Tokenizer
 
 SHORTEST = 16  # tokens; longer rows are padded to a power of two, so that few shapes are compiled
 
@@ -25,11 +22,15 @@ class TorchScorer:
 
     The module returns one score per row, as transformers' models for sequence classification do, or one per token, of
     which the last token's counts. Rows are padded on the right; a module that takes `attention_mask` is given one.
+
+    Args:
+        model: The function that builds the module.
+        tokenizer: An io.tokenizer.Tokenizer.
     """
 
-    def __init__(self, model: TorchModel):
+    def __init__(self, model: TorchModel, tokenizer: Any):
         module = build_module(model)
-        self.tokenizer = _tokenizer(model)
+        self.tokenizer = tokenizer
         self._params, self._apply = from_module(module)
         self._takes, self._pad = accepted(module), _padding(module)
         self._run = jax.jit(self._scores)
@@ -76,14 +77,3 @@ def _padding(module: Any) -> int:
             param="model.torch",
         )
     return pad or 0
-
-
-def _tokenizer(model: TorchModel) -> Tokenizer:
-    found = open_checkpoint(resolve(model.tokenizer))[2] if model.tokenizer else None
-    if found is None:
-        raise RecipeError(
-            f"model.tokenizer must name the tokenizer of the torch module, got {model.tokenizer!r}: a folder, a name "
-            "or a hub id",
-            param="model.tokenizer",
-        )
-    return found

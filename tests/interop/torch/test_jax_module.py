@@ -13,10 +13,9 @@ from dovetail.core.compute import compute_of
 from dovetail.core.spec import init
 from dovetail.core.types import Packed
 from dovetail.interop.torch import as_module
-from dovetail.interop.torch.jax_module import JaxModule
 from dovetail.interop.torch.state import from_tensor, to_tensor
 from dovetail.io.hf import write_tensors
-from dovetail.io.load import load
+from dovetail.io.load import Model, load
 from dovetail.models.decoder import trunk, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
@@ -37,7 +36,7 @@ def test_gradients_are_ours(name):
     cfg = parse_config(CONFIGS[name])
     params = init(spec(cfg), jax.random.key(0), jnp.float32, 0.1)
     loss, grads = jax.jit(jax.value_and_grad(ours), static_argnums=1)(params, cfg)
-    module = JaxModule(cfg, params, compute_of("f32"))
+    module = as_module(Model(cfg, params, None, "here", compute_of("f32")))
     tokens = torch.tensor(TOKENS)
     found = module(tokens, labels=tokens)
     found.loss.backward()
@@ -52,7 +51,7 @@ def test_gradients_are_ours(name):
 def test_a_torch_script_trains_it(tmp_path):
     """As it trains the model of transformers that has the same weights; padding changes nothing."""
     folder = model_folder(tmp_path)
-    module, theirs = as_module(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    module, theirs = as_module(load(folder)), transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert module.state_dict().keys() == theirs.state_dict().keys()
     tokens, mask = torch.tensor(TOKENS), torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
     labels = torch.where(mask > 0, tokens, -100)

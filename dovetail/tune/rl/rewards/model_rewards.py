@@ -233,9 +233,7 @@ class ModelReward:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_name", _name_of(self.model))
         if isinstance(self.model, Mapping):
-            from dovetail.interop.torch.scorer import TorchScorer
-
-            object.__setattr__(self, "model", TorchScorer(read(TorchModel, self.model, "model")))
+            object.__setattr__(self, "model", torch_scorer(read(TorchModel, self.model, "model")))
         if isinstance(self.model, str):
             from dovetail.engine.llm import LLM
 
@@ -275,3 +273,22 @@ def _name_of(model: Any) -> str:
     if isinstance(model, Mapping):
         return json.dumps(dict(model), sort_keys=True, default=str)
     return model if isinstance(model, str) else ""
+
+
+def torch_scorer(model: TorchModel) -> Any:
+    """Return an object that scores texts with a torch module.
+
+    Raises:
+        RecipeError: The module cannot be built, or has no tokenizer.
+    """
+    from dovetail.data.encoder import find_tokenizer
+    from dovetail.interop.torch.scorer import TorchScorer
+
+    tokenizer = find_tokenizer(model.tokenizer) if model.tokenizer else None
+    require(
+        tokenizer is not None,
+        f"model.tokenizer must name the tokenizer of the torch module, got {model.tokenizer!r}: a folder, a name or a "
+        "hub id",
+        param="model.tokenizer",
+    )
+    return TorchScorer(model, tokenizer)
