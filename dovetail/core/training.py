@@ -341,6 +341,11 @@ class Training:
         """Return the folder of the initial weights; empty for random ones and for those of a torch module."""
         return self.init or (self.model if self.starts_from_model and isinstance(self.model, str) else "")
 
+    @property
+    def tokenizer_place(self) -> str:
+        """Return where the model's own tokenizer is: with the model, or where the recipe says for a torch module."""
+        return self.model if isinstance(self.model, str) else self.model.tokenizer
+
     # --- overridden by kinds of training ------------------------------------------------------------------------------
 
     @property

@@ -99,8 +99,7 @@ def _open_rows(settings: Pretrain, ready: Ready, reporter: Reporter) -> Opened:
     from dovetail.data.loader import open_data
     from dovetail.train.rows import Opened
 
-    model = settings.model
-    tokenizer = beside_model(model.tokenizer if isinstance(model, TorchModel) else model, settings.init)
+    tokenizer = beside_model(settings.tokenizer_place, settings.init)
     index, count = ready.rows_here()
     with reporter.progress() as progress:
         rows, held_out = open_data(

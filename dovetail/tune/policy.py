@@ -76,7 +76,7 @@ def policy_of(settings: Tuning) -> Policy:
 
 def columns_of_images(settings: Tuning) -> dict[str, Column]:
     """Return the columns of batches with images; none if the data has no images."""
-    return image_columns(config_of(settings.model).vision, settings.image_patches) if settings.image_patches else {}
+    return image_columns(model_config(settings.model).vision, settings.image_patches) if settings.image_patches else {}
 
 
 def check_model(settings: Tuning, cfg: ModelConfig) -> None:
@@ -130,7 +130,7 @@ def _begins(settings: Tuning) -> bool:
 
 
 def _trains_head(settings: Tuning) -> bool:
-    lora, cfg = settings.lora, config_of(settings.model)
+    lora, cfg = settings.lora, model_config(settings.model)
     assert lora is not None
     return ("embed" if cfg.tied else "head") in (*outer_names(cfg, lora), *saved_names(cfg, lora))
 

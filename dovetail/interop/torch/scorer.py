@@ -52,7 +52,7 @@ class TorchScorer:
 
     def _scores(self, params: Any, buffers: Any, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         mask = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-        given = {"attention_mask": mask} if "attention_mask" in self._takes else {}
+        given: dict[str, Any] = {"attention_mask": mask} if "attention_mask" in self._takes else {}
         found = logits_of(self._apply.with_buffers(params, buffers, tokens, **given)[0]).astype(jnp.float32)
         found = found[..., 0] if found.ndim > 1 and found.shape[-1] == 1 else found
         if found.shape == tokens.shape:

@@ -54,28 +54,26 @@ def load_arrays(module: torch.nn.Module, arrays: Mapping[str, Any]) -> None:
 def save_module(module: torch.nn.Module, folder: Path, arrays: Mapping[str, Any]) -> None:
     """Write a module with these weights: a Hugging Face folder, or a `state_dict` in safetensors.
 
-    The module itself is not changed. Of weights that are tied the first name is written, as transformers does.
+    The module itself is not changed.
 
     Args:
         module: The module that the weights belong to.
         folder: A new folder.
         arrays: Weights by name, on the host.
     """
-    import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: to_tensor(x) for name, x in arrays.items()}
     tied = _first_names(module)
-    state = {name: written.get(tied.get(name, name), value).detach() for name, value in module.state_dict().items()}
-    if hasattr(module, "save_pretrained"):
-        module.save_pretrained(folder, state_dict=state)
+    state = {name: written.get(tied.get(name, name), value) for name, value in module.state_dict().items()}
+    if save_pretrained := getattr(module, "save_pretrained", None):
+        save_pretrained(folder, state_dict=state)
         dtype = str(next(iter(written.values())).dtype).removeprefix("torch.")
         _set_dtype(folder / "config.json", dtype)
         return
-    once = {name: value.contiguous() for name, value in state.items() if tied.get(name, name) == name}
-    assert all(isinstance(value, torch.Tensor) for value in once.values())
-    save_file(once, folder / WEIGHTS, metadata={"format": "pt"})
+    apart = {name: value.contiguous().clone() for name, value in state.items()}  # safetensors takes no shared memory
+    save_file(apart, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _first_names(module: torch.nn.Module) -> dict[str, str]:

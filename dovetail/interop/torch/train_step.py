@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,8 @@ class TorchStep:
         params = self.placement.shardings(specs)
         whole = NamedSharding(self.placement.mesh, PartitionSpec())
         opt = state_shardings(self.optimizer, abstract(specs, jnp.float32), params)
-        return TorchState(params, {_outer(name): whole for name in self._apply.buffers}, opt, whole)
+        buffers: Any = {_outer(name): whole for name in self._apply.buffers}
+        return TorchState(params, buffers, opt, cast(Any, whole))
 
     def init(self) -> TorchState:
         """Return the state that training starts from, with the module's current weights."""
@@ -146,7 +147,7 @@ class TorchStep:
         with self.compute.products(self.placement.platform):
             (value, buffers), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         updates, opt = self.optimizer.update(grads, state.opt, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         new = TorchState(params, buffers, opt, state.step + 1)
         return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
