@@ -148,7 +148,7 @@ def _read(what: list[str], tokenizer: str, kind: str, text_key: str):
             raise UserError("--format and --text-key apply to paths: a recipe sets them for each source", param=option)
         recipe = load(what[0], what[1:], Pretrain)
         data = dataclasses.replace(recipe.data, tokenizer=tokenizer or recipe.data.tokenizer)
-        return data, beside_model(recipe.model, recipe.init), recipe.length
+        return data, beside_model(recipe.tokenizer_place, recipe.init), recipe.length
     return _from_paths(what, tokenizer, kind, text_key), None, 0
 
 

@@ -186,6 +186,42 @@ def constrain(x: jax.Array, placement: Placement | None, *axes: str | None) -> j
     return jax.lax.with_sharding_constraint(x, placement.sharding(axes, x.shape))
 
 
+def state_shardings(optimizer: Any, params: Any, shardings: Any) -> Any:
+    """Return shardings for the tree of `optimizer.init(params)`.
+
+    A leaf that belongs to a weight, by the end of its path, is sharded as that weight; a factor of it, which lacks one
+    dim, by the remaining dims; counters and everything else are replicated.
+
+    Args:
+        optimizer: The optimizer (optax.GradientTransformation).
+        params: The weights, concrete or abstract.
+        shardings: The weights' shardings.
+    """
+    placed = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+    mesh = next(iter(placed.values()))[1].mesh
+
+    def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        owner = next((placed[path[i:]] for i in range(len(path)) if path[i:] in placed), None)
+        return NamedSharding(mesh, _partition(leaf.shape, *owner) if owner else PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
+
+
+def _partition(shape: tuple[int, ...], of_shape: tuple[int, ...], sharding: NamedSharding) -> PartitionSpec:
+    parts = (*sharding.spec, *(None,) * (len(of_shape) - len(sharding.spec)))
+    if shape == of_shape:
+        return sharding.spec
+    for gone in range(len(of_shape)):
+        if shape == of_shape[:gone] + of_shape[gone + 1 :]:
+            return PartitionSpec(*parts[:gone], *parts[gone + 1 :])
+    return PartitionSpec()
+
+
 @functools.lru_cache(maxsize=8192)
 def assign(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return, for each mesh axis, how many devices it takes along each side of a torus of `shape`.

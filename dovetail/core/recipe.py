@@ -108,7 +108,15 @@ def _overridden(cls: type[T], mapping: Mapping[str, Any], overrides: Sequence[st
     pairs = flat(overrides) if isinstance(overrides, Mapping) else [split(text) for text in overrides]
     pairs = [(_whole_path(cls, path, value), value) for path, value in pairs]
     below = _without_rivals(cls, mapping, [path[0] for path, _ in pairs])
+    below = _without_texts(cls, below, {path[0] for path, _ in pairs if len(path) > 1})
     return read(cls, place(below, pairs))
+
+
+def _without_texts(cls: type, below: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
+    """Remove texts from `below` whose key is now given as a section: `model.torch=a:b` replaces `model: tiny`."""
+    hints = typing.get_type_hints(cls)
+    gone = {key for key in sections if isinstance(below.get(key), str) and section_of(hints.get(key))}
+    return {key: value for key, value in below.items() if key not in gone} if gone else below
 
 
 def _whole_path(cls: type, path: list[str], value: Any) -> list[str]:
@@ -283,6 +291,8 @@ def _member(args: tuple, value: Any, path: str, default: Any) -> Any:
     if plain is None and type(None) in args:
         return None
     members = [a for a in args if a is not type(None)]
+    if isinstance(plain, Mapping) and sum(map(dataclasses.is_dataclass, members)) == 1:
+        members = [a for a in members if dataclasses.is_dataclass(a)]  # its error names the key at fault
     if len(members) == 1:
         return _convert(members[0], value, path, default)
     for member in members:

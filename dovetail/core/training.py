@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import not_negative, one_of, require
@@ -200,6 +200,26 @@ DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 
 
 @dataclass(frozen=True)
+class TorchModel:
+    """Name a function that returns a torch module, in place of a model that Dovetail implements."""
+
+    torch: str  # where the function is: package.module:name or file.py:name
+    args: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments
+    tokenizer: str = ""  # a folder, a name or a hub id whose tokenizer the module was made for
+
+    def __post_init__(self) -> None:
+        module, _, name = self.torch.rpartition(":")
+        require(
+            bool(module and name),
+            f"torch must be package.module:name or file.py:name, got {self.torch!r}",
+            param="torch",
+        )
+
+    def __str__(self) -> str:
+        return self.torch.rpartition(":")[2]
+
+
+@dataclass(frozen=True)
 class StepModels:
     """List which weights a training step trains and which it only reads."""
 
@@ -221,8 +241,10 @@ class Training:
     exports_at_end: ClassVar[bool] = False  # whether a finished run exports its weights even without export_hf
     scores: ClassVar[bool] = False  # whether the model is trained to score texts instead of predicting tokens
     starts_from_model: ClassVar[bool] = False  # whether training starts from the model's weights if init is empty
+    takes_torch: ClassVar[bool] = False  # whether the model may be a torch module
 
-    model: str  # a folder, a .gguf file, a catalogue name, a hub id, or a shipped architecture
+    # a folder, a .gguf file, a catalogue name, a hub id, a shipped architecture, or {torch: package.module:function}
+    model: str | TorchModel
     batch: int  # rows of one step over all devices
     length: int  # tokens of one row
     steps: Count = 0  # how long to train
@@ -247,6 +269,8 @@ class Training:
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model must name a model or a config.json; it is empty", param="model")
+        if isinstance(self.model, TorchModel):
+            self._check_torch()
         self._check_rows()
         self._check_duration()
         if self.remat:
@@ -264,6 +288,21 @@ class Training:
         for name in self.report_to:
             one_of("report_to", name, LOGGERS)
         profile_window(self.profile)
+
+    def _check_torch(self) -> None:
+        """Refuse keys that require a model whose layers are known."""
+        require(
+            self.takes_torch,
+            "model must be a name or a folder: torch modules are trained by pretrain and sft only",
+            param="model",
+        )
+        mesh = self.mesh
+        unread = {
+            "remat": self.remat not in ("", "none"), "scan": bool(self.scan), "init": bool(self.init),
+            **{f"mesh.{name}": getattr(mesh, name) > 1 for name in ("expert", "tensor", "context")},
+        }  # fmt: skip
+        for key, is_set in unread.items():
+            require(not is_set, f"{key} must not be set for a torch module: leave it out", param=key)
 
     def _check_rows(self) -> None:
         require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}", param="batch")
@@ -299,8 +338,13 @@ class Training:
 
     @property
     def weights(self) -> str:
-        """Return the folder of the initial weights; empty for random ones."""
-        return self.init or (self.model if self.starts_from_model else "")
+        """Return the folder of the initial weights; empty for random ones and for those of a torch module."""
+        return self.init or (self.model if self.starts_from_model and isinstance(self.model, str) else "")
+
+    @property
+    def tokenizer_place(self) -> str:
+        """Return where the model's own tokenizer is: with the model, or where the recipe says for a torch module."""
+        return self.model if isinstance(self.model, str) else self.model.tokenizer
 
     # --- overridden by kinds of training ------------------------------------------------------------------------------
 

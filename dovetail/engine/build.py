@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape
 from dovetail.engine.device.following import with_draft
 from dovetail.engine.device.programs import Programs, ProgramShape
 from dovetail.engine.device.runner import Runner
+from dovetail.engine.device.torch_runner import TorchRunner
 from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -52,6 +53,12 @@ from dovetail.plan.serve_memory import (
     pool_bytes,
     round_pages,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from dovetail.interop.torch.language_model import TorchLanguageModel
+
+TORCH_MAX_LEN = 4096  # default most tokens of a torch module's sequence: each decode step reads a cache of all of them
+TORCH_STEP_TOKENS = 512  # most prompt tokens of one of its steps
 
 
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
@@ -126,6 +133,20 @@ def build_engine(
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
     speculator = speculator_of(config, buckets.drafts)
     return Engine(runner, Scheduler(limits), tokenizer, options.seed, options.max_decode_steps, pace, speculator)
+
+
+def build_torch_engine(model: TorchLanguageModel, options: EngineOptions) -> Engine:
+    """Build an engine that runs a PyTorch module, one sequence at a time."""
+    wanted = options.max_model_len or min(model.config.max_len, TORCH_MAX_LEN)
+    max_len, page_size = _max_len(model.config, wanted), options.block_size or 16
+    most = min(options.max_num_batched_tokens or TORCH_STEP_TOKENS, TORCH_STEP_TOKENS, max(16, max_len))
+    tokens = 1 << most.bit_length() - 1  # a power of two
+    limits = SchedulerConfig(
+        1, tokens, max_len, page_size, -(-max_len // page_size), enable_prefix_caching=False,
+        policy=options.scheduling_policy,
+    )  # fmt: skip
+    runner = TorchRunner(model, max_len, tokens, page_size)
+    return Engine(runner, Scheduler(limits), model.tokenizer, options.seed, max_decode_steps=1)
 
 
 def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs) -> float | None:

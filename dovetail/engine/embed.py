@@ -17,14 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.core.compute import Compute
 from dovetail.core.errors import RequestError, UserError
-from dovetail.core.types import Packed, Params
+from dovetail.core.types import Params
 from dovetail.engine.device.runner import abstract_of
 from dovetail.engine.engine import Engine
-from dovetail.models.config import ModelConfig
-from dovetail.models.decoder import forward, score
-from dovetail.ops.adapter import choose
+from dovetail.models.decoder import score
 
 Pooling = Literal["mean", "last"]
 Wanted = Literal["mean", "last", "score"]  # a pooled vector, or the last token's score
@@ -98,9 +95,7 @@ class Embedder:
     def _ready(self, engine: Engine, size: int, wanted: Wanted) -> Any:
         with self._lock:
             if (size, wanted) not in self._compiled:
-                context = functools.partial(Packed, platform=engine.runner.platform, placement=engine.runner.placement)
-                static = dict(cfg=engine.cfg, wanted=wanted, context=context, compute=engine.runner.compute)
-                run = jax.jit(functools.partial(_embed, **static))
+                run = jax.jit(functools.partial(_embed, hidden_states=engine.runner.hidden_states, wanted=wanted))
                 tokens, count = jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
                 params = abstract_of(engine.runner.params)
                 self._compiled[size, wanted] = run.lower(params, tokens, count, count).compile()
@@ -119,19 +114,15 @@ def _number(engine: Engine, adapter: str | None) -> np.int32:
 
 
 def _embed(
-    params: Params, tokens, count, adapter, *, cfg: ModelConfig, wanted: Wanted, context: Any, compute: Compute
+    params: Params, tokens, count, adapter, *, hidden_states: Callable[..., jax.Array], wanted: Wanted
 ) -> jax.Array:
     """Return a vector [D] f32, or a score [], for tokens [1, T] of which the first `count` are the prompt's.
 
-    `adapter` is the number of its slot, or 0.
+    `adapter` is the number of its slot, or 0; `hidden_states` is the runner's.
     """
-    positions = jnp.arange(tokens.shape[1])[None]
-    real = positions < count
-    ctx = context(real.astype(jnp.int32))
-    with compute.products(ctx.platform):
-        hidden, _ = forward(choose(params, jnp.full_like(tokens, adapter)), cfg, tokens, positions, ctx)
-        if wanted == "score":
-            return score(params, hidden[0, count - 1])
-    hidden = hidden[0].astype(jnp.float32)
-    pooled = hidden[count - 1] if wanted == "last" else (hidden * real[0, :, None]).sum(0) / count
+    hidden = hidden_states(params, tokens, count, adapter)
+    if wanted == "score":
+        return score(params, hidden[0, count - 1])
+    hidden, real = hidden[0].astype(jnp.float32), jnp.arange(tokens.shape[1]) < count
+    pooled = hidden[count - 1] if wanted == "last" else (hidden * real[:, None]).sum(0) / count
     return pooled / jnp.maximum(jnp.linalg.norm(pooled), 1e-12)

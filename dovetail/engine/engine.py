@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.core.formats import BLOCKS
 from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
 from dovetail.engine.device.batch import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
@@ -34,6 +33,7 @@ from dovetail.engine.device.runner import (
     wants_prompt_logprobs,
 )
 from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.device.torch_runner import TorchRunner
 from dovetail.engine.interface import EngineStats, Later
 from dovetail.engine.request.intake import Intake, Prompt
 from dovetail.engine.request.outputs import (
@@ -55,10 +55,7 @@ from dovetail.engine.schedule.plan import StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
-from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.models.formats import formats_of
-from dovetail.models.publish import publish
 
 _REQUEST = attrgetter("seq.request")
 QUIET_SECONDS = 0.5  # without a new request before several steps are dispatched at once: a new one starts sooner
@@ -72,7 +69,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | TorchRunner,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         seed: int | None = 0,
@@ -81,7 +78,7 @@ class Engine:
         speculator: Speculator | None = None,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
-        self.cfg, self._formats = runner.cfg, formats_of(runner.weights.params)
+        self.cfg = runner.cfg
         self.eos_ids = tuple(dict.fromkeys((*self.cfg.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         where = runner.programs.everywhere, runner.programs.history_sharding
         self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, *where)
@@ -264,7 +261,7 @@ class Engine:
 
     def published(self, params: Params, take: bool = False) -> Params:
         """Return weights in the layout that the steps are compiled for (see models.publish); for any thread."""
-        return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take, self._formats)
+        return self.runner.published(params, take)
 
     def read_weights(self, path: str, keep_cache: bool = False, version: int | None = None) -> tuple[Any, ...]:
         """Return the arguments of swap_weights with the weights of a path. Any thread may call it.
@@ -272,9 +269,7 @@ class Engine:
         Both versions are in memory until the swap, unless the engine sleeps.
         """
         try:
-            keeps_blocks = any(form.name in BLOCKS for _, form in self._formats)
-            held = "gguf" if keeps_blocks else None
-            params = load(path, self.runner.compute.dtype, self.runner.placement, quantization=held).params
+            params = self.runner.read(path)
         except UserError as error:  # it is about the model that was named here
             raise type(error)(str(error), param="path", code=error.code) from None
         return self.published(params, take=True), keep_cache, version

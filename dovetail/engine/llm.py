@@ -26,8 +26,9 @@ from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import init, is_spec
 from dovetail.core.types import Params
-from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
+from dovetail.engine.build import build_engine, build_torch_engine, check_model, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
+from dovetail.engine.engine import Engine
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.images import ImageReader
@@ -90,10 +91,17 @@ class LLM:
     def _open(self, model: str | Path, options: EngineOptions, progress: Progress | None) -> None:
         start = time.perf_counter()
         keep_compiled()
-        placement, options = placement_of(options), options.with_own_draft(str(model))
         log.info("reading the weights of %s", model)
-        loaded = _load(model, options, placement, progress)
-        self._begin(*loaded, options, placement, progress, start)
+        if options.backend == "torch":
+            found = load(model, options.dtype, progress=progress, backend="torch")
+            build = functools.partial(build_torch_engine, found, options)
+            self._begin(found.config, found.tokenizer, options, build, progress, start)
+        else:
+            placement, options = placement_of(options), options.with_own_draft(str(model))
+            config, params, tokenizer = _load(model, options, placement, progress)
+            build = functools.partial(build_engine, config, params, options, tokenizer, placement)
+            del params  # `build` has the last reference
+            self._begin(config, tokenizer, options, build, progress, start)
         self._images = ImageReader(model, self.config.vision, self.tokenizer)
 
     @classmethod
@@ -129,26 +137,25 @@ class LLM:
         formats = rounded_formats(spec(config), options.quantization) if options.quantization else None
         published = publish(params, config, compute_for(options, params).dtype, placement, formats=formats)
         llm = cls.__new__(cls)
-        llm._begin(config, published, tokenizer, options, placement, progress, start, draft)
+        build = functools.partial(build_engine, config, published, options, tokenizer, placement, draft)
+        llm._begin(config, tokenizer, options, build, progress, start)
         llm._images = ImageReader(None, config.vision, tokenizer, processor)
         return llm
 
     def _begin(
         self,
         config: ModelConfig,
-        params: Params,
         tokenizer: Tokenizer | None,
         options: EngineOptions,
-        placement: Placement | None,
+        build: Callable[[], Engine],
         progress: Progress | None,
         start: float,
-        draft: DraftModel | None = None,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._adapter_folders = {name: Path(folder) for name, folder in options.lora_modules.items()}
         self.load_seconds = time.perf_counter() - start
         log.info("loaded the weights in %.1f s", self.load_seconds)
-        self.engine = build_engine(config, params, options, tokenizer, placement, draft)
+        self.engine = build()
         self.runner = self.engine.runner
         self._embedder = Embedder(self.engine, lambda function: function(self.engine))
         self._count = 0
@@ -347,6 +354,10 @@ class LLM:
     def describe(self) -> str:
         """Return a line with the size of the KV cache."""
         config = self.engine.scheduler.config
+        if self.options.backend == "torch":
+            return (
+                f"a PyTorch module run by torchax: one sequence at a time, of at most {config.max_model_len:,} tokens"
+            )
         tokens = config.num_pages * config.page_size
         many = f"{tokens / config.max_model_len:,.1f} sequences of {config.max_model_len:,}"
         return f"{config.num_pages:,} KV pages of {config.page_size} tokens, room for {many}"

@@ -16,6 +16,7 @@ from dovetail.engine.spec.config import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 LoadFormat = Literal["auto", "dummy"]
+Backend = Literal["jax", "torch"]
 # The names that core.compute takes, repeated here because that module imports jax; a test compares the two.
 DTYPES = ("bf16", "f32", "tf32", "f16", "bfloat16", "float32", "float16")
 # The names of core.formats.ROUNDED, likewise, and what keeps or unpacks the weights of a file.
@@ -78,6 +79,10 @@ class EngineOptions:
         "auto", "auto: read the weights. dummy: random weights from a config.json, to measure speed.",
         choices=get_args(LoadFormat), metavar="auto|dummy",
     )  # fmt: skip
+    backend: Backend = option(
+        "jax", "torch: run a model that Dovetail does not implement as a PyTorch module, one sequence at a time.",
+        choices=get_args(Backend), metavar="jax|torch",
+    )  # fmt: skip
     enable_prefix_caching: bool = option(True, "Reuse the KV pages of prompts that start with the same tokens.")
     scheduling_policy: SchedulingPolicy = option(
         "fcfs", "fcfs: first come, first served. priority: lowest priority number first.",
@@ -127,8 +132,21 @@ class EngineOptions:
                 f"`max_loras` must be at least the number of lora_modules, got {self.max_loras} for {count} adapters",
                 param="max_loras",
             )
+        if self.backend == "torch":
+            self._check_torch()
         if not all(self.lora_modules):
             raise UserError("`lora_modules` must not have an empty name", param="lora_modules")
+
+    def _check_torch(self) -> None:
+        """Refuse what the torch backend cannot do."""
+        without = {
+            "tensor_parallel_size": self.tensor_parallel_size > 1, "load_format": self.is_dummy,
+            "lora_modules": bool(self.lora_modules), "max_loras": bool(self.max_loras),
+            "speculative_config": self.speculative_config is not None, "quantization": self.quantization is not None,
+        }  # fmt: skip
+        for name, given in without.items():
+            if given:
+                raise UserError(f'`{name}` cannot be used with `backend="torch"`', param=name)
 
     @property
     def is_dummy(self) -> bool:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,9 @@ from dovetail.models.formats import Formats, formats_of, rounded_formats, with_f
 from dovetail.models.registry import parse_config, read_config, read_json, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
 
+if TYPE_CHECKING:
+    from dovetail.interop.torch.language_model import TorchLanguageModel
+
 
 @dataclass
 class Model:
@@ -77,6 +80,14 @@ class Model:
     def generate(self, token_ids: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         """Yield greedily chosen tokens."""
         return greedy(self.params, self.config, token_ids, max_new_tokens, self.compute)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, array) for every tensor of a Hugging Face checkpoint with these weights."""
+        return ((name, array) for name, _, array in write_tensors(self.config, self.params))
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder."""
+        save(Path(folder), self.config, self.params, self.tokenizer)
 
     def summary(self) -> list[tuple[str, str]]:
         """Return rows that describe the loaded model, for a table."""
@@ -119,6 +130,7 @@ def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Arra
         return unembed(params, cfg, hidden)
 
 
+@overload
 def load(
     x: str | Path,
     dtype: DTypeLike | None = None,
@@ -126,7 +138,28 @@ def load(
     progress: Progress | None = None,
     check: Callable[[ModelConfig], None] | None = None,
     quantization: str | None = None,
-) -> Model:
+    backend: Literal["jax"] = "jax",
+) -> Model: ...
+@overload
+def load(
+    x: str | Path,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+    check: Callable[[ModelConfig], None] | None = None,
+    quantization: str | None = None,
+    *,
+    backend: Literal["torch"],
+) -> TorchLanguageModel: ...
+def load(
+    x: str | Path,
+    dtype: DTypeLike | None = None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+    check: Callable[[ModelConfig], None] | None = None,
+    quantization: str | None = None,
+    backend: Literal["jax", "torch"] = "jax",
+) -> Model | TorchLanguageModel:
     """Load a model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
 
     Args:
@@ -139,15 +172,21 @@ def load(
         quantization: How weights are held: a name of core.formats.ROUNDED rounds the projections of layers, "gguf"
             keeps the blocks of a .gguf file, "none" unpacks everything. None keeps the weights of a quantised folder
             as they are, and unpacks a .gguf file.
+        backend: "torch" runs the model as transformers defines it, on jax devices by torchax: for an architecture that
+            Dovetail does not implement (docs/torch.md).
 
     Returns:
-        The model.
+        The model; with `backend="torch"` a TorchLanguageModel.
 
     Raises:
         CheckpointError: The weights do not match the config.
         UserError: There is no such model, or its architecture is not supported.
     """
     path = resolve(x, progress)
+    if backend == "torch":
+        if quantization is not None:
+            raise UnsupportedError('`backend="torch"` cannot quantise: leave `quantization` out', param="quantization")
+        return _load_torch(path, dtype, placement, str(x))
     checkpoint, cfg, tokenizer = open_checkpoint(path)
     if check is not None:
         check(cfg)
@@ -171,6 +210,20 @@ def chosen_formats(checkpoint: TensorSource, cfg: ModelConfig, where: str, quant
     return stored_formats(checkpoint, cfg, where) if keeps else ()
 
 
+def _load_torch(path: Path, dtype: DTypeLike | None, placement: Placement | None, source: str) -> TorchLanguageModel:
+    from dovetail.interop.torch.language_model import load_torch
+
+    if path.suffix == ".gguf":
+        raise UnsupportedError('`backend="torch"` reads Hugging Face folders, got a .gguf file', param="backend")
+    if placement is not None:
+        raise UnsupportedError('`backend="torch"` uses one device: leave `placement` out', param="placement")
+    return load_torch(path, dtype, _tokenizer(path), source)
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    return Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+
+
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | None]:
     """Return the weights, the config and the tokenizer of a folder or a .gguf file, without reading a weight."""
     if path.suffix == ".gguf":
@@ -179,8 +232,7 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | 
         gguf = GgufCheckpoint(path)
         return gguf, parse_config(gguf.config, str(path)), gguf.tokenizer()
     cfg = read_config(path)
-    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
-    return _open_folder(path), cfg, tokenizer
+    return _open_folder(path), cfg, _tokenizer(path)
 
 
 def _open_folder(path: Path) -> TensorSource:

@@ -22,6 +22,7 @@ from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
 
 if TYPE_CHECKING:
+    from dovetail.models.external import ExternalModel
     from dovetail.models.towers.classifier import ImageClassifier
     from dovetail.models.towers.image_text import ImageText
 
@@ -94,6 +95,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     vision: Vision | None = None  # how it sees images; None: it does not
     images: ImageClassifier | ImageText | None = None  # a model of images alone, whose weights these are
+    external: ExternalModel | None = None  # a model of another framework, whose weights these are
     causal: bool = True  # whether a token sees earlier ones only
     source: str = "{}"  # the config.json it was read from
 

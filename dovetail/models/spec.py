@@ -29,6 +29,8 @@ def spec(cfg: ModelConfig) -> dict[str, Any]:
     """Return the tree of a model's weights as ParamSpecs."""
     if cfg.images is not None:
         return cfg.images.spec()
+    if cfg.external is not None:
+        return cfg.external.spec()
     D, V, L = cfg.dim, cfg.vocab, len(cfg.layers)
     family = family_of(cfg)
     declare = _Declare(COMMON | dict(family.names), "")

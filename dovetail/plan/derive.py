@@ -17,6 +17,7 @@ from dovetail.core.units import format_bytes
 from dovetail.models.config import ModelConfig
 from dovetail.models.repeats import repeats
 from dovetail.models.spec import flops_per_token
+from dovetail.plan.external import external_plan
 from dovetail.plan.flops import mean_keys, recomputed
 from dovetail.plan.plans import MeshPlan, axes_of, layers_folded, most_unrolled, plans, row_shards
 from dovetail.plan.refusal import check, refuse_devices
@@ -35,6 +36,7 @@ class Derived:
     memory: TrainMemory
     why: tuple[tuple[str, str, str], ...]  # (key, its value, the reason)
     beside: Mapping[str, int] = field(default_factory=dict)  # bytes of something else on each device, by name
+    is_state_only: bool = False  # whether `memory` counts no activations (models.external)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -46,8 +48,10 @@ class Derived:
         wide = max(len(value) for _, value, _ in self.why)
         lines = [f"derived for {self.hardware}"]
         lines += [f"  {what:<12}{value:<{wide}}  {reason}" for what, value, reason in self.why]
-        lines.append("memory of one device at the peak of a step, estimated")
+        counted = "for the state, without activations" if self.is_state_only else "at the peak of a step, estimated"
+        lines.append(f"memory of one device {counted}")
         parts = {f.name: getattr(self.memory, f.name) for f in fields(self.memory)} | dict(self.beside)
+        parts = {name: size for name, size in parts.items() if size} if self.is_state_only else parts
         wide = max(12, *(len(name) + 2 for name in parts))
         lines += [f"  {name:<{wide}}{format_bytes(size):>10}" for name, size in parts.items()]
         share = f"  of {format_bytes(self.limit)} to plan with" if self.limit else ""
@@ -86,10 +90,14 @@ def derive(
     if on_host:  # CPU devices share one memory: splitting layers or rows between them saves nothing
         mesh = settings.mesh
         settings = replace(settings, mesh=replace(mesh, tensor=mesh.tensor or 1, context=mesh.context or 1))
-    check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
     whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, dict(beside or {})
     limit = whole and max(1, whole - sum(others.values()))
+    hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
+    if cfg.external:
+        filled, needed, why = external_plan(cfg, settings, devices, limit)
+        return Derived(filled, devices, hardware, whole, needed, why, others, is_state_only=True)
+    check(cfg, settings)
     on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
     on_tpu = chip is not None and chip.pod is not None
     found = list(plans(cfg, settings, devices, limit, on_gpu=on_gpu, on_tpu=on_tpu))
@@ -102,7 +110,6 @@ def derive(
     filled = replace(
         settings, mesh=best.mesh, scan=best.scan, remat=best.remat, per_device=best.rows, accumulate=best.microsteps
     )
-    hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
     why = _reasons(cfg, settings, best, limit, on_gpu, on_tpu)
     return Derived(filled, devices, hardware, whole, best.memory, why, others)
 

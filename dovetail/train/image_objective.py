@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement, constrain
+from dovetail.core.training import TorchModel
 from dovetail.core.types import Column, ImageBatch, Params
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -24,6 +25,7 @@ from dovetail.models.towers.encoder import encoder_block
 from dovetail.models.towers.image_text import ImageText
 from dovetail.models.towers.siglip import centred
 from dovetail.ops.sigmoid_loss import sigmoid_loss
+from dovetail.train.external import model_config
 from dovetail.train.image_settings import ImagePretrain, check_images
 from dovetail.train.objective import Measured, Metrics, Objective, StepContext, export
 
@@ -41,10 +43,8 @@ def image_objective(settings: ImagePretrain) -> Objective:
     return Objective(_measure_pairs, columns=text, held_out=_pair_loss, **common)  # type: ignore[arg-type]
 
 
-def _images(model: str) -> ImageText:
-    from dovetail.io.load import config_of
-
-    cfg = config_of(model)
+def _images(model: str | TorchModel) -> ImageText:
+    cfg = model_config(model)
     check_images(cfg, "siglip")
     assert isinstance(cfg.images, ImageText)
     return cfg.images
@@ -54,9 +54,7 @@ def _abstract_images(
     settings: ImagePretrain, columns: Mapping[str, Column], placement: Placement, entries: tuple[int, ...] = ()
 ) -> ImageBatch:
     """Return a step's batch as shapes with shardings."""
-    from dovetail.io.load import config_of
-
-    images = config_of(settings.model).images
+    images = model_config(settings.model).images
     assert images is not None
     size = images.tower.image_size
 

@@ -34,9 +34,9 @@ def image_pretrain_settings(
 def settled(settings: ImagePretrain) -> ImagePretrain:
     """Return the settings with the keys that depend on the model and the data filled in."""
     from dovetail.data.image_loader import count_images
-    from dovetail.io.load import config_of
+    from dovetail.train.external import model_config
 
-    settings = settings.for_model(config_of(settings.model))
+    settings = settings.for_model(model_config(settings.model))
     return settings.for_images(count_images(settings.data)) if settings.epochs else settings
 
 
@@ -92,7 +92,7 @@ def _tokenizer(settings: ImagePretrain) -> Tokenizer:
     if settings.data.tokenizer == "bytes":
         return byte_tokenizer()
     found = find_tokenizer(settings.data.tokenizer) if settings.data.tokenizer else None
-    found = found or beside_model(settings.model, settings.init)
+    found = found or beside_model(settings.tokenizer_place, settings.init)
     require(found is not None, "tokenizer must name a tokenizer: the model has none of its own", param="data.tokenizer")
     return cast(Any, found)
 

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dovetail.core.errors import RecipeError
 from dovetail.core.spec import ParamSpec, leaves, tree_map
@@ -89,45 +88,6 @@ def _in_f32(inner: optax.GradientTransformation) -> optax.GradientTransformation
         return inner.update(f32(updates), state, f32(params))
 
     return optax.GradientTransformation(lambda params: inner.init(f32(params)), update)
-
-
-# --- shardings of the state -------------------------------------------------------------------------------------------
-
-
-def state_shardings(optimizer: optax.GradientTransformation, params: Any, shardings: Any) -> Any:
-    """Return shardings for the tree of `optimizer.init(params)`.
-
-    A leaf that belongs to a weight, by the end of its path, is sharded as that weight; a factor of it, which lacks one
-    dim, by the remaining dims; counters and everything else are replicated.
-
-    Args:
-        optimizer: The optimizer.
-        params: The weights, concrete or abstract.
-        shardings: The weights' shardings.
-    """
-    placed = {
-        path: (leaf.shape, sharding)
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-        )
-    }
-    mesh = next(iter(placed.values()))[1].mesh
-
-    def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        owner = next((placed[path[i:]] for i in range(len(path)) if path[i:] in placed), None)
-        return NamedSharding(mesh, _partition(leaf.shape, *owner) if owner else PartitionSpec())
-
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
-
-
-def _partition(shape: tuple[int, ...], of_shape: tuple[int, ...], sharding: NamedSharding) -> PartitionSpec:
-    parts = (*sharding.spec, *(None,) * (len(of_shape) - len(sharding.spec)))
-    if shape == of_shape:
-        return sharding.spec
-    for gone in range(len(of_shape)):
-        if shape == of_shape[:gone] + of_shape[gone + 1 :]:
-            return PartitionSpec(*parts[:gone], *parts[gone + 1 :])
-    return PartitionSpec()
 
 
 # --- gradients and averages -------------------------------------------------------------------------------------------

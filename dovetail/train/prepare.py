@@ -22,10 +22,10 @@ from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params, num_rows
-from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig, scored
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.derive import Derived, derive
+from dovetail.train.external import model_config
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.optim import Rate, learning_rate, make_optimizer
 from dovetail.train.rows import check_columns
@@ -206,7 +206,8 @@ def prepare(
     settings: Training, objective: Objective, devices: Sequence[Any] | None = None, platform: str | None = None
 ) -> Ready:
     """Derive and place a recipe on the present devices, or on those given, such as a topology's."""
-    cfg = scored(config_of(settings.model)) if settings.scores else config_of(settings.model)
+    cfg = model_config(settings.model)
+    cfg = scored(cfg) if settings.scores else cfg
     devices = list(devices if devices is not None else _all_but(objective.spare_devices))
     objective.check(cfg)
     first = devices[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.core import recipe as recipes
 from dovetail.core.errors import RecipeError
 from dovetail.core.reporter import Reporter
+from dovetail.core.training import TorchModel
 from dovetail.train.image_pretrain import image_pretrain_settings
 from dovetail.train.image_settings import ImagePretrain
 from dovetail.train.launch import Ended, launch
@@ -46,7 +47,7 @@ def pretrain(
         UserError: The recipe, the data or the devices do not fit together.
     """
     if isinstance(recipe, Pretrain | ImagePretrain):
-        settings, name = recipes.change(recipe, overrides), recipe.model
+        settings, name = recipes.change(recipe, overrides), str(recipe.model)
     else:
         settings, name = recipes.load(str(recipe), overrides, pretrain_class(str(recipe), overrides)), str(recipe)
     folder = Path(run_dir) if run_dir else run_folder(name)
@@ -87,9 +88,10 @@ def pretrain_settings(
 
 
 def _objective(settings: Pretrain) -> Objective:
-    from dovetail.train.next_token import next_token  # here and below: launch decides when jax may be imported
+    from dovetail.train.external import external_objective  # here and below: launch decides when jax may be imported
+    from dovetail.train.next_token import next_token
 
-    return next_token(settings)
+    return external_objective(settings) if isinstance(settings.model, TorchModel) else next_token(settings)
 
 
 def _open_rows(settings: Pretrain, ready: Ready, reporter: Reporter) -> Opened:
@@ -97,7 +99,7 @@ def _open_rows(settings: Pretrain, ready: Ready, reporter: Reporter) -> Opened:
     from dovetail.data.loader import open_data
     from dovetail.train.rows import Opened
 
-    tokenizer = beside_model(settings.model, settings.init)
+    tokenizer = beside_model(settings.tokenizer_place, settings.init)
     index, count = ready.rows_here()
     with reporter.progress() as progress:
         rows, held_out = open_data(

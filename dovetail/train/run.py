@@ -97,6 +97,8 @@ def run(
 
 def predict(ready: Ready) -> Prediction | str:
     """Return the predicted time of a step on this process's devices, or a sentence that says why there is none."""
+    if ready.cfg.external:
+        return "no prediction: the layers of a torch module are not known"
     device = ready.placement.mesh.devices.flat[0]
     chip = chip_here(device)
     if chip is None:

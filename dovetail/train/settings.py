@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dovetail.core.choice import not_negative, require
 from dovetail.core.training import DERIVED, Mesh, StepModels, Training
@@ -28,12 +28,19 @@ class PretrainLoss:
 class Pretrain(Training):
     """Hold the settings of a pretraining recipe."""
 
+    takes_torch: ClassVar[bool] = True
+
     data: Data
     loss: PretrainLoss = PretrainLoss()
     mesh: Mesh = DERIVED
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            isinstance(self.model, str) or self.loss == PretrainLoss(),
+            "loss must be left out for a torch module, whose loss is the cross entropy of the next token",
+            param="loss",
+        )
         require(
             self.eval.every == 0 or self.data.held_out > 0,
             "eval.every measures the held-out loss and requires data.held_out, got 0: set it, such as 0.01",

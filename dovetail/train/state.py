@@ -11,13 +11,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dovetail.core.compute import compute_of
-from dovetail.core.mesh import Placement
+from dovetail.core.mesh import Placement, state_shardings
 from dovetail.core.spec import abstract, init
 from dovetail.core.training import Training
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
 from dovetail.train.guard import health
-from dovetail.train.optim import state_shardings
 
 
 @jax.tree_util.register_dataclass

@@ -18,11 +18,14 @@ import numpy as np
 from dovetail.core.errors import UnsupportedError
 from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
+from dovetail.core.recipe import dump
+from dovetail.core.training import TorchModel
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleLoader
 from dovetail.data.pictures import COLUMNS
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import tapped
+from dovetail.train.external import model_config
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy
@@ -40,7 +43,7 @@ class Computed:
 
     name: str  # of its file
     key: str  # the setting that asks for it, for an error
-    weights: str  # the frozen model: a folder or a name
+    weights: str | TorchModel  # the frozen model: a folder, a name, or a torch module
     cfg: ModelConfig  # its config
     score: Callable[[Params, Batch, StepContext], dict[str, jax.Array]]
     on_adapter: bool = False  # whether the frozen model has the adapters that the run starts from
@@ -51,9 +54,11 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
     """Return the columns that the rows need; None: none."""
     if isinstance(settings, Dpo) and settings.preference.source == "disk":
         on_adapter = bool(settings.from_adapter) and settings.reference.model == "policy"
+        of = settings.reference.model
+        weights, cfg = (of, model_config(of)) if isinstance(of, TorchModel) else (settings.weights, ready.cfg)
         return Computed(
-            "reference.npz", "preference.reference", settings.weights, ready.cfg,
-            lambda params, batch, ctx: {"reference": target_logprobs(params, ready.cfg, batch, ctx)}, on_adapter,
+            "reference.npz", "preference.reference", weights, cfg,
+            lambda params, batch, ctx: {"reference": target_logprobs(params, cfg, batch, ctx)}, on_adapter,
         )  # fmt: skip
     if isinstance(settings, Distill) and settings.distillation.teacher == "disk":
         cfg, k = settings.teacher_cfg, settings.distillation.top_k
@@ -88,7 +93,7 @@ def with_columns(
     adapters = _adapters(wanted, settings, ready)
     content: list[Any] = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
     content += [wanted.layers] if wanted.layers else []
-    key = fingerprint(rows_key(settings), rows.fingerprints, wanted.weights, settings.held, *content)
+    key = fingerprint(rows_key(settings), rows.fingerprints, _name(wanted.weights), settings.held, *content)
     values = _kept(folder / wanted.name, key)
     if values is None:
         values = _compute(wanted, adapters, rows.every_document(), settings, ready)
@@ -96,6 +101,10 @@ def with_columns(
     for name, flat in values.items():
         rows, held_out = rows.with_column(name, flat), held_out and held_out.with_column(name, flat)
     return rows, held_out
+
+
+def _name(weights: str | TorchModel) -> Any:
+    return weights if isinstance(weights, str) else dump(weights)
 
 
 def _adapters(wanted: Computed, settings: Tuning, ready: Ready) -> Params | None:

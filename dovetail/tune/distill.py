@@ -36,6 +36,7 @@ from dovetail.models.spec import spec
 from dovetail.ops.linear import matmul
 from dovetail.ops.packed import packed_attention
 from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence
+from dovetail.train.external import frozen_logits
 from dovetail.train.images import rope_positions
 from dovetail.train.objective import (
     Frozen,
@@ -89,8 +90,16 @@ def divergence_objective(
     )
 
 
+def top_logits(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Return the k likeliest tokens and their log-probabilities, [B, T, K] each, of logits [B, T, V]."""
+    values, words = jax.lax.top_k(jax.nn.log_softmax(logits), k)
+    return words.astype(jnp.int32), values
+
+
 def likeliest(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, k: int) -> tuple[jax.Array, jax.Array]:
     """Return a teacher's k likeliest tokens and their log-probabilities at each position, [B, T, K] each."""
+    if cfg.external:
+        return top_logits(frozen_logits(params, cfg, batch, ctx), k)
     hidden, _ = hidden_states(params, cfg, batch, dataclasses.replace(ctx, remat="none"))
     return token_top_k(hidden, head_of(params, cfg), k, **unembed_of(cfg, ctx))
 
@@ -134,12 +143,17 @@ class _Distilled:
         return Measured(loss, jax.tree.map(jax.lax.stop_gradient, metrics), loads_of(stats))
 
     def _teachers(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> Any:
-        """Return (weights, hidden states) of a live teacher; None where the rows have its tokens."""
+        """Return (weights, hidden states) of a live teacher; logits for hidden states, if it is a torch module.
+
+        None: the rows have its tokens.
+        """
         if self.settings.teacher == "disk":
             return None
         assert self.teacher is not None and self.teacher_cfg is not None, "settings.teacher is live"
         check_teacher(cfg, self.teacher_cfg)
         model = jax.lax.stop_gradient(self.teacher(params, ctx))
+        if self.teacher_cfg.external:
+            return model, frozen_logits(model, self.teacher_cfg, batch, ctx)
         return model, hidden_states(model, self.teacher_cfg, batch, dataclasses.replace(ctx, remat="none"))[0]
 
     def _divergence(
@@ -156,6 +170,8 @@ class _Distilled:
             )
         (model, states), of = theirs, self.teacher_cfg
         assert of is not None
+        if of.external:
+            return top_k_divergence(hidden, head, *top_logits(states, wanted.top_k or of.vocab), **how)
         if wanted.top_k:
             likely = token_top_k(states, head_of(model, of), wanted.top_k, **unembed_of(of, ctx))
             return top_k_divergence(hidden, head, *likely, **how)
@@ -213,7 +229,8 @@ def _without_projections(params: Params) -> Params:
 
 def distill_objective(settings: Any) -> Objective:
     """Return the objective of a recipe for distillation, also of RL's with `teacher` and `distillation`."""
-    resolve(settings.teacher)  # fails now if it cannot be fetched, not after the step is compiled
+    if isinstance(settings.teacher, str):
+        resolve(settings.teacher)  # fails now if it cannot be fetched, not after the step is compiled
     policy, teacher = policy_of(settings), None
     if settings.distillation.teacher == "live":
         teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)

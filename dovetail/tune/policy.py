@@ -18,6 +18,7 @@ from dovetail.core.compute import compute_of
 from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
+from dovetail.core.training import TorchModel
 from dovetail.core.types import Column, Params
 from dovetail.io.hub import name_for_others, resolve
 from dovetail.io.images.processor import copy_processor
@@ -30,6 +31,7 @@ from dovetail.models.lora import OUTER, Lora, attach, input_dims, lora_spec, out
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
 from dovetail.ops.quant.weight import is_quantized
+from dovetail.train.external import external_frozen, model_config
 from dovetail.train.images import image_columns
 from dovetail.train.objective import Frozen, StepContext, export, whole
 from dovetail.train.settings import check_causal
@@ -76,7 +78,7 @@ def policy_of(settings: Tuning) -> Policy:
 
 def columns_of_images(settings: Tuning) -> dict[str, Column]:
     """Return the columns of batches with images; none if the data has no images."""
-    return image_columns(config_of(settings.model).vision, settings.image_patches) if settings.image_patches else {}
+    return image_columns(model_config(settings.model).vision, settings.image_patches) if settings.image_patches else {}
 
 
 def check_model(settings: Tuning, cfg: ModelConfig) -> None:
@@ -103,11 +105,13 @@ def with_teacher_cfg(settings: S) -> S:
         return settings
     if settings.image_patches:
         _check_teacher_images(settings.weights, teacher)
-    return dataclasses.replace(settings, teacher_cfg=config_of(teacher))
+    return dataclasses.replace(settings, teacher_cfg=model_config(teacher))
 
 
-def _check_teacher_images(student: str, teacher: str) -> None:
+def _check_teacher_images(student: str, teacher: str | TorchModel) -> None:
     """Refuse a teacher that does not take images as the student does: both are given the same patches and tokens."""
+    require(isinstance(teacher, str), "teacher must not be a torch module for data with images", param="teacher")
+    assert isinstance(teacher, str)
     own, theirs = (config_of(name).vision for name in (student, teacher))
     shapes = {(each.tower.patch_dim, each.tower.patches_per_feature) if each else None for each in (own, theirs)}
     tokenizers = (open_checkpoint(resolve(name))[2] for name in (student, teacher))
@@ -128,7 +132,7 @@ def _begins(settings: Tuning) -> bool:
 
 
 def _trains_head(settings: Tuning) -> bool:
-    lora, cfg = settings.lora, config_of(settings.model)
+    lora, cfg = settings.lora, model_config(settings.model)
     assert lora is not None
     return ("embed" if cfg.tied else "head") in (*outer_names(cfg, lora), *saved_names(cfg, lora))
 
@@ -143,9 +147,11 @@ def kept_model(policy: Policy) -> Model:
     return model
 
 
-def frozen_model(weights: str, held: str, compute: str) -> Frozen:
-    """Return the frozen weights of a folder or a name, in a storage format of models.frozen.HELD."""
+def frozen_model(weights: str | TorchModel, held: str, compute: str) -> Frozen:
+    """Return the frozen weights of a model, in a storage format of models.frozen.HELD; of a torch module, unpacked."""
     dtype = compute_of(held if held in ("bf16", "f32") else compute).dtype
+    if isinstance(weights, TorchModel):
+        return external_frozen(model_config(weights), dtype)
 
     def load(cfg: ModelConfig, placement: Placement) -> Params:
         from dovetail.io.hf import read_params

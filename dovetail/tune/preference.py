@@ -22,6 +22,7 @@ from dovetail.core.types import Batch, Column, Params
 from dovetail.models.config import ModelConfig
 from dovetail.ops.moe import RouterStats
 from dovetail.ops.token_loss import TokenScores, token_scores
+from dovetail.train.external import frozen_logits
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.tune import preference_losses as losses
 from dovetail.tune.policy import Model, columns_of_images, frozen_model, head_of, kept_model, policy_of, unembed_of
@@ -73,8 +74,12 @@ def preference_objective(settings: Preference, policy: Model, reference: Model |
 
 def target_logprobs(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array:
     """Return a model's log-probability of each target, [B, T] f32, 0 elsewhere, without a gradient."""
-    scores, _ = _scores(params, cfg, batch, dataclasses.replace(ctx, remat="none"))
-    return jax.lax.stop_gradient(jnp.where(batch.loss_mask > 0, scores.logprobs, 0.0))
+    if cfg.external:
+        logprobs = jax.nn.log_softmax(frozen_logits(params, cfg, batch, ctx))
+        found = jnp.take_along_axis(logprobs, batch.targets[..., None], axis=-1)[..., 0]
+    else:
+        found = _scores(params, cfg, batch, dataclasses.replace(ctx, remat="none"))[0].logprobs
+    return jax.lax.stop_gradient(jnp.where(batch.loss_mask > 0, found, 0.0))
 
 
 def _scores(

@@ -20,7 +20,9 @@ from dovetail.core.errors import CheckpointError
 from dovetail.core.files import write_atomic
 from dovetail.core.fingerprint import content_of
 from dovetail.core.reporter import Reporter
+from dovetail.core.training import TorchModel
 from dovetail.core.types import Params
+from dovetail.data.encoder import find_tokenizer
 from dovetail.data.example_encoder import template_source
 from dovetail.data.example_rows import ExampleLoader, open_examples
 from dovetail.data.example_store import ExampleStats
@@ -68,9 +70,10 @@ def given_settings(
     records, keys = _taken(data)
     given = {**keys, **overrides}
     if recipe is None:
-        settings, name = recipes.create(cls, given), str(given.get("model", ""))
+        settings = recipes.create(cls, given)
+        name = str(settings.model)
     elif isinstance(recipe, cls):
-        settings, name = recipes.change(recipe, given), recipe.model
+        settings, name = recipes.change(recipe, given), str(recipe.model)
     else:
         settings, name = recipes.load(str(recipe), given, cls), str(recipe)
     folder = Path(run_dir) if run_dir else run_folder(name, cls.__name__.lower())
@@ -192,12 +195,19 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
 
     Its chat template is that of `data.template`, of the adapter in `from_adapter`, or of the model.
     """
-    found = open_checkpoint(resolve(settings.weights))[2]
+    model = settings.model
+    if isinstance(model, TorchModel):
+        found = find_tokenizer(model.tokenizer) if model.tokenizer else None
+    else:
+        found = open_checkpoint(resolve(settings.weights))[2]
     if settings.from_adapter:
         found = adapter_tokenizer(settings.from_adapter, found)
     if found is None:
         raise CheckpointError(
             f"{settings.weights} has no tokenizer.json, which fine-tuning needs: add it to the folder"
+            if isinstance(model, str)
+            else "model.tokenizer must name a tokenizer for a torch module: a folder, a name or a hub id",
+            param="model" if isinstance(model, str) else "model.tokenizer",
         )
     template = template_source(settings.data)
     return found if template is None else found.with_templates(template)
@@ -205,7 +215,8 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
 
 def vision_of(settings: Tuning) -> tuple[ImageProcessor, Vision] | None:
     """Return the model's image processor and how it sees images; None where images are not trained on."""
-    vision = config_of(settings.model).vision if settings.takes_images else None
+    model = settings.model
+    vision = config_of(model).vision if settings.takes_images and isinstance(model, str) else None
     processor = find_processor(settings.weights, tokenizer_of(settings)) if vision else None
     return (processor, vision) if vision and processor else None
 

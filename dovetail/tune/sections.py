@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dovetail.core.choice import not_negative, one_of, require
+from dovetail.core.training import TorchModel
 from dovetail.models.config import ModelConfig
 from dovetail.ops.token_loss import DIVERGENCES
 
@@ -152,13 +153,15 @@ class RewardLoss:
 class ReferenceSettings:
     """The reference model that the policy is compared with, in DPO and in a KL term."""
 
-    # policy: the weights that the run starts with, those of from_adapter included; base: the model without the adapter
-    model: str = "policy"
+    # policy: the weights that the run starts with, those of from_adapter included; base: the model without the adapter;
+    # dpo: also a torch module, {torch: package.module:function}
+    model: str | TorchModel = "policy"
     sync_every: int = 0  # steps between updates of the reference from the policy (TRL's ref_model_sync_steps); 0: none
     mixup_alpha: float = MIXUP_ALPHA  # an update is: reference = alpha policy + (1 - alpha) reference
 
     def __post_init__(self) -> None:
-        one_of("model", self.model, REFERENCE_MODELS)
+        if isinstance(self.model, str):
+            one_of("model", self.model, REFERENCE_MODELS)
         not_negative(self, "sync_every")
         alpha, key = self.mixup_alpha, "mixup_alpha"
         require(0 < alpha <= 1, f"{key} must be above 0 and at most 1; got {alpha}", param=key)
@@ -177,7 +180,7 @@ class ReferenceSettings:
     def check(self, lora: bool, from_adapter: str) -> None:
         """Refuse settings that do not fit the policy."""
         require(
-            self.model == "policy" or bool(from_adapter),
+            self.model == "policy" or isinstance(self.model, TorchModel) or bool(from_adapter),
             f"reference.model={self.model} requires from_adapter, which is not set: leave reference.model out",
             param="reference.model",
         )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from dovetail.core.choice import one_of, require
 from dovetail.core.formats import ROUNDED
 from dovetail.core.recipe import NOT_A_KEY, dump
-from dovetail.core.training import Eval, Optimizer, Precision, StepModels, Training
+from dovetail.core.training import Eval, Optimizer, Precision, StepModels, TorchModel, Training
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD
@@ -64,6 +64,9 @@ class Tuning(Training):
             object.__setattr__(self, "epochs", EPOCHS)
         super().__post_init__()
         one_of("quantization", self.quantization, ("", *HELD))
+        if not isinstance(self.model, str):
+            for key, is_set in (("lora", self.lora), ("samples", self.samples.every)):
+                require(not is_set, f"{key} must not be set for a torch module: leave it out", param=key)
         require(
             self.lora is not None or self.quantization not in ROUNDED,
             f"quantization={self.quantization} requires lora, because without it all weights are trained: set "
@@ -121,6 +124,7 @@ class Sft(Tuning):
     """Supervised fine-tuning, by default on the assistant's tokens alone."""
 
     takes_images: ClassVar[bool] = True
+    takes_torch: ClassVar[bool] = True
 
     assistant_only_loss: bool = True  # false: train every token of a conversation
     completion_only_loss: bool = True  # false: train the prompt as well as the completion
@@ -156,6 +160,11 @@ class Dpo(Tuning):
             f"reference.sync_every must be 0 with preference.reference=disk, which is computed once; got "
             f"{reference.sync_every}: set preference.reference=live",
             param="reference.sync_every",
+        )
+        require(
+            isinstance(reference.model, str) or source == "disk",
+            f"preference.reference must be disk with a torch module as reference.model, got {source}",
+            param="preference.reference",
         )
         reference.check(self.lora is not None, self.from_adapter)
 
@@ -221,10 +230,20 @@ class Distill(Tuning):
 
     takes_images: ClassVar[bool] = True
 
-    teacher: str  # the model to learn from: a folder, a name or a hub id
+    # the model to learn from: a folder, a name, a hub id, or a torch module: {torch: package.module:function}
+    teacher: str | TorchModel
     distillation: Distillation = DISTILLATION
     # the config of `teacher`: tune.policy.with_teacher_cfg reads it
     teacher_cfg: ModelConfig | None = field(default=None, compare=False, repr=False, metadata=NOT_A_KEY)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("features", "attention") if isinstance(self.teacher, TorchModel) else ():
+            require(
+                getattr(self.distillation, name).weight == 0,
+                f"distillation.{name}.weight must be 0 with a torch module as teacher, whose layers are not known",
+                param=f"distillation.{name}.weight",
+            )
 
     @property
     def step_models(self) -> StepModels:

@@ -6,8 +6,10 @@ from functools import partial
 
 import jax
 
+from dovetail.core.training import TorchModel
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
+from dovetail.train.external import external_objective
 from dovetail.train.objective import Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states, loads_of
 from dovetail.tune.policy import Policy, columns_of_images, policy_of
 from dovetail.tune.settings import Sft
@@ -15,6 +17,8 @@ from dovetail.tune.settings import Sft
 
 def sft_objective(settings: Sft) -> Objective:
     """Return the objective of a recipe for supervised fine-tuning."""
+    if isinstance(settings.model, TorchModel):
+        return external_objective(settings)
     policy = policy_of(settings)
     return Objective(
         partial(_measure, policy=policy), specs=policy.specs, held_out=partial(_held_out, policy=policy),

@@ -14,7 +14,7 @@ import transformers
 from jax.sharding import PartitionSpec
 from reference_models import BASE, FAMILIES
 
-from dovetail.core.mesh import TRAIN, Placement, make_mesh
+from dovetail.core.mesh import TRAIN, Placement, make_mesh, state_shardings
 from dovetail.core.spec import ParamSpec, Stored, abstract, leaves, tree_map
 from dovetail.core.training import Optimizer
 from dovetail.models.registry import parse_config
@@ -29,7 +29,6 @@ from dovetail.train.optim import (
     make_optimizer,
     matrix_shape,
     orthogonalize,
-    state_shardings,
 )
 
 pytestmark = pytest.mark.slow

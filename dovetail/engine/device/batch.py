@@ -156,7 +156,7 @@ class Packer:
         tokens, kv_lens, slots, adapters, samples, cu, num_seqs, numbers, new_pages, *more = parts
         known, ends, end = [], [], 0
         for row in plan.rows:
-            known += _tokens(row)
+            known += row_tokens(row)
             end += row.count
             ends.append(end)
         tokens[:end], cu[1 : n + 1], cu[n + 1 :], num_seqs[0] = known, ends, end, n
@@ -227,7 +227,7 @@ def _slot(row: PlanRow) -> int:
     return row.seq.slot
 
 
-def _tokens(row: PlanRow) -> list[int]:
+def row_tokens(row: PlanRow) -> list[int]:
     """Return a row's tokens, UNKNOWN where only the device knows."""
     tokens, start, count = row.seq.tokens, row.start, row.count
     if row.drafts:

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.core.types import Cache, Params, Weights
+from dovetail.core.formats import BLOCKS
+from dovetail.core.types import Cache, Packed, Params, Weights
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
 from dovetail.engine.device.encoder import Encoded, EncoderShape, pack_items
@@ -30,7 +31,12 @@ from dovetail.engine.device.step import DeviceState, StepOutput, score
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
 from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import UNKNOWN, Gain, PlanRow, StepDemand, StepLimits, StepPlan
+from dovetail.io.load import load
+from dovetail.models.decoder import forward
+from dovetail.models.formats import formats_of
+from dovetail.models.publish import publish
 from dovetail.models.spec import VISION
+from dovetail.ops.adapter import choose
 from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of the step that is used while others are not compiled yet
@@ -157,7 +163,7 @@ class Runner:
         self, programs: Programs, weights: Weights, num_pages: int, adapters: Adapters, draft: Params | None = None
     ):
         self.programs, self.adapters, self.draft = programs, adapters, draft
-        self.weights = weights
+        self.weights, self._formats = weights, formats_of(weights.params)
         self.cfg, self.compute, self.buckets = programs.cfg, programs.compute, programs.buckets
         self.page_size, self.platform, self.placement = programs.page_size, programs.platform, programs.placement
         self.packer = Packer(self.buckets.max_rows)
@@ -298,6 +304,26 @@ class Runner:
             compute=self.compute,
             platform=self.platform,
         )
+
+    def hidden_states(self, params: Params, tokens: jax.Array, count: jax.Array, adapter: jax.Array) -> jax.Array:
+        """Return the final hidden states [1, T, D] of tokens [1, T], of which the first `count` are a prompt's.
+
+        `adapter` is the number of its slot, or 0.
+        """
+        positions = jnp.arange(tokens.shape[1])[None]
+        ctx = Packed((positions < count).astype(jnp.int32), platform=self.platform, placement=self.placement)
+        with self.compute.products(self.platform):
+            return forward(choose(params, jnp.full_like(tokens, adapter)), self.cfg, tokens, positions, ctx)[0]
+
+    def read(self, path: str) -> Params:
+        """Return the weights of a path, for `published`; any thread may call this."""
+        keeps_blocks = any(form.name in BLOCKS for _, form in self._formats)
+        held = "gguf" if keeps_blocks else None
+        return load(path, self.compute.dtype, self.placement, quantization=held).params
+
+    def published(self, params: Params, take: bool = False) -> Params:
+        """Return weights in the layout that the steps are compiled for (see models.publish); for any thread."""
+        return publish(params, self.cfg, self.compute.dtype, self.placement, take, self._formats)
 
     # --- compiling ----------------------------------------------------------------------------------------------------
 

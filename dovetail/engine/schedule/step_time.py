@@ -117,6 +117,8 @@ def predictor(cfg: ModelConfig, compute: Compute, devices: list[Any]) -> Predict
     chip, tensor = chip_here(devices[0]), len(devices)
     if chip is None:
         return Predictor(None, f"no prediction: {devices[0].device_kind} is not in the table of chips")
+    if not cfg.layers:
+        return Predictor(None, "no prediction: the model is a PyTorch module")
     if cfg.scored:
         return Predictor(None, "no prediction: a reward model does not decode")
     machine = of_devices(chip, tensor) or Accelerator(chip, (tensor,))

@@ -21,7 +21,7 @@ from dovetail.data.records import BadRecords, open_records
 from dovetail.data.settings import Keys
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
-from dovetail.io.load import config_of
+from dovetail.train.external import model_config
 from dovetail.tune.settings import Draft
 
 FILE = "answers.jsonl"
@@ -110,7 +110,7 @@ def _texts(settings: Draft, asked: Rows) -> list[str]:
     """Return the target's answers, and free the engine."""
     wanted = settings.answers
     params = SamplingParams(temperature=wanted.temperature, max_tokens=wanted.max_tokens, seed=settings.seed)
-    longest = min(settings.length + wanted.max_tokens, config_of(settings.model).max_len)
+    longest = min(settings.length + wanted.max_tokens, model_config(settings.model).max_len)
     llm = LLM(settings.weights, max_model_len=longest)
     chats = [row for row in asked if "messages" in row]
     tools = {json.dumps(row.get("tools")) for row in chats}

@@ -21,7 +21,7 @@ from dovetail.core.spec import init
 from dovetail.core.types import Params
 from dovetail.data.example_rows import ExampleLoader
 from dovetail.io.draft_folder import own_mtp, save_draft
-from dovetail.io.load import config_of, load, whole_folder
+from dovetail.io.load import load, whole_folder
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.dflash import DFlash
@@ -29,6 +29,7 @@ from dovetail.models.draft.draft import DraftModel
 from dovetail.models.draft.eagle3 import Eagle3
 from dovetail.models.draft.mtp import Mtp
 from dovetail.models.mtp import mtp_layer
+from dovetail.train.external import model_config
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Objective, whole
 from dovetail.train.settings import check_causal
@@ -89,7 +90,7 @@ def draft_settings(
     if out and Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise FileError(f"{out} exists and is not an empty folder: choose another folder, or remove it", param="out")
     if settings.drafter.kind == "mtp":
-        layer = mtp_layer(config_of(settings.model))
+        layer = mtp_layer(model_config(settings.model))
         check_chain(layer, settings.drafter.num_speculative_tokens, "drafter.num_speculative_tokens")
     reporter = reporter or Reporter()
     rows = functools.partial(answered, folder=folder, records=records, reporter=reporter)
@@ -105,7 +106,7 @@ def draft_settings(
 
 def with_model(settings: Draft, rows: ExampleLoader) -> Draft:
     """Return the settings with the drafter's vocabulary, which the answers decide, and its model."""
-    cfg = config_of(settings.model)
+    cfg = model_config(settings.model)
     count = settings.drafter.vocab_size
     ids = frequent_tokens(rows, count) if 0 < count < cfg.vocab else ()
     settings = dataclasses.replace(settings, vocab_ids=ids)
@@ -134,7 +135,7 @@ def frequent_tokens(rows: ExampleLoader, count: int) -> tuple[int, ...]:
 
 def draft_objective(settings: Draft) -> Objective:
     """Return the objective of a recipe that trains a drafter."""
-    new, cfg = settings.model_to_train, config_of(settings.model)
+    new, cfg = settings.model_to_train, model_config(settings.model)
     assert isinstance(new, NewDraft), "with_model fills it in"
     states = States(new.model.taps, settings.drafter.hidden_states == "live", settings.vocab_ids)
     one = DraftObjective(_trained(new.model, settings.drafter), settings.drafter, states)

@@ -9,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 
 from dovetail.core.errors import RecipeError, UserError
+from dovetail.core.imported import ImportedFunction
 from dovetail.data.example_encoder import example_encoder
 from dovetail.data.examples import ChatExample, TextExample
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment import Environment, Observation
 from dovetail.tune.rl.episode import EpisodeId
-from dovetail.tune.rl.rewards.user_code import ImportedFunction
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.tools import tools_of
 from dovetail.tune.rl.turns import TurnEncoder, with_observation

@@ -21,10 +21,10 @@ from jax.lax import stop_gradient
 from dovetail.core.compute import compute_of
 from dovetail.core.spec import ParamSpec, Stored, init
 from dovetail.core.types import Batch, Column, Params
-from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.ops.linear import matmul
 from dovetail.ops.token_loss import Allowed, TokenScores, token_scores
+from dovetail.train.external import model_config
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.train.saves import weights_of_folder
 from dovetail.tune.distill import distill_objective
@@ -81,7 +81,7 @@ def columns(settings: Rl) -> dict[str, Column]:
     found |= columns_of_images(settings)
     if not settings.has_grammar:
         return found
-    words = -(-config_of(settings.model).vocab // 32)
+    words = -(-model_config(settings.model).vocab // 32)
     return found | {"mask": Column("int32"), "masks": Column("uint32", width=words, table=True)}
 
 

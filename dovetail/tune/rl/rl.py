@@ -14,6 +14,7 @@ import jax
 from dovetail.core.choice import require
 from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.core.fingerprint import fingerprint
+from dovetail.core.imported import ImportedFunction
 from dovetail.core.reporter import Reporter
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ from dovetail.tune.rl.prompts import PromptRecord, PromptSet, open_prompts
 from dovetail.tune.rl.reward_assigner import RewardAssigner
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import reward_of
-from dovetail.tune.rl.rewards.user_code import ImportedFunction, identity
+from dovetail.tune.rl.rewards.user_code import identity
 from dovetail.tune.rl.rollouts import RolloutParts, Rollouts
 from dovetail.tune.rl.sampler import PolicySampler
 from dovetail.tune.rl.settings import Rl, rl_rows_key

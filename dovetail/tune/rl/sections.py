@@ -201,6 +201,7 @@ class RlReference(ReferenceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(isinstance(self.model, str), "model must be policy or base, got a torch module", param="model")
         not_negative(self, "devices")
         require(
             not (self.devices and self.sync_every),

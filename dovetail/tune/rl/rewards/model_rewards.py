@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import re
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.choice import not_negative, require
 from dovetail.core.errors import RecipeError, UserError
+from dovetail.core.recipe import read
+from dovetail.core.training import TorchModel
 from dovetail.tune.rl.rewards.completion import NoReward, last_match, require_pattern, text_of, transcript_of
 from dovetail.tune.rl.rewards.worker import seconds_left
 
@@ -208,7 +211,8 @@ class ModelReward:
     `suffix`. All rows go to the model in one call.
 
     Attributes:
-        model: An `LLM` of a reward model or any object with `score(texts)`; or a name or folder, which is loaded.
+        model: An `LLM` of a reward model or any object with `score(texts)`; or a name or folder, which is loaded; or
+            {torch: package.module:function, tokenizer: ...} for a torch module.
         suffix: Text after the completion, where the model has learnt to read its score there.
         options: Arguments of dovetail.LLM for a model that is loaded here.
     """
@@ -227,7 +231,9 @@ class ModelReward:
         return [self._name or type(self.model).__name__, self.suffix, dict(self.options)]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_name", self.model if isinstance(self.model, str) else "")
+        object.__setattr__(self, "_name", _name_of(self.model))
+        if isinstance(self.model, Mapping):
+            object.__setattr__(self, "model", torch_scorer(read(TorchModel, self.model, "model")))
         if isinstance(self.model, str):
             from dovetail.engine.llm import LLM
 
@@ -260,3 +266,29 @@ class ModelReward:
             return prompt + text_of(completion) + self.suffix
         answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         return [*prompt, *answer]
+
+
+def _name_of(model: Any) -> str:
+    """Return what stands for a model that is loaded here in a fingerprint; empty for an object."""
+    if isinstance(model, Mapping):
+        return json.dumps(dict(model), sort_keys=True, default=str)
+    return model if isinstance(model, str) else ""
+
+
+def torch_scorer(model: TorchModel) -> Any:
+    """Return an object that scores texts with a torch module.
+
+    Raises:
+        RecipeError: The module cannot be built, or has no tokenizer.
+    """
+    from dovetail.data.encoder import find_tokenizer
+    from dovetail.interop.torch.scorer import TorchScorer
+
+    tokenizer = find_tokenizer(model.tokenizer) if model.tokenizer else None
+    require(
+        tokenizer is not None,
+        f"model.tokenizer must name the tokenizer of the torch module, got {model.tokenizer!r}: a folder, a name or a "
+        "hub id",
+        param="model.tokenizer",
+    )
+    return TorchScorer(model, tokenizer)

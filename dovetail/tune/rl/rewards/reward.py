@@ -13,12 +13,13 @@ from typing import Any
 from dovetail.core.choice import did_you_mean, require
 from dovetail.core.errors import RecipeError
 from dovetail.core.fingerprint import fingerprint
+from dovetail.core.imported import ImportedFunction
 from dovetail.core.recipe import read
 from dovetail.tune.rl.rewards.code_reward import CodeReward
 from dovetail.tune.rl.rewards.json_schema import JsonReward
 from dovetail.tune.rl.rewards.matches import ExactReward, FormatReward, LengthReward, NumberReward, RegexReward
 from dovetail.tune.rl.rewards.model_rewards import JudgeReward, ModelReward
-from dovetail.tune.rl.rewards.user_code import ImportedFunction, identity
+from dovetail.tune.rl.rewards.user_code import identity
 
 KINDS: dict[str, type] = {
     "exact": ExactReward, "number": NumberReward, "regex": RegexReward, "json": JsonReward, "length": LengthReward,

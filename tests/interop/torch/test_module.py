@@ -1,0 +1,96 @@
+"""A torch module as a function of jax: values, gradients, buffers, dropout, Hugging Face outputs and caches, errors."""
+
+import copy
+
+import jax
+import numpy as np
+import pytest
+import torch
+from refusals import refuses
+from torch import nn
+
+from dovetail.core.errors import UnsupportedError
+from dovetail.interop.torch import from_module, implement
+
+X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4)).eval()
+
+
+def test_a_module_is_a_pure_function_of_its_parameters():
+    module = mlp()
+    params, apply = from_module(module)
+    assert list(params) == [name for name, _ in module.named_parameters()]
+    assert list(apply.buffers) == [name for name, _ in module.named_buffers()]
+    want = module(torch.tensor(X))
+    np.testing.assert_allclose(jax.jit(apply)(params, X), want.detach(), atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(apply, (None, 0))(params, X[:, None])[:, 0], want.detach(), atol=1e-6)
+
+    grads = jax.jit(jax.grad(lambda params: (apply(params, X) ** 2).sum()))(params)
+    (want**2).sum().backward()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(grads[name], parameter.grad, atol=1e-5, err_msg=name)
+    assert isinstance(module[0].weight, nn.Parameter) and not module.training
+
+
+def test_a_key_puts_the_module_in_train_mode_and_buffers_come_back():
+    module = mlp()
+    params, apply = from_module(module)
+    step = jax.jit(lambda key: apply.with_buffers(params, apply.buffers, X, rng=key))
+    (first, buffers), (again, _), (other, _) = step(jax.random.key(1)), step(jax.random.key(1)), step(jax.random.key(2))
+    assert (first == again).all() and not (first == other).all()
+    trained = copy.deepcopy(module).train()
+    trained(torch.tensor(X))
+    for name, want in trained.named_buffers():
+        np.testing.assert_allclose(buffers[name], want, atol=1e-6, err_msg=name)
+
+
+def test_frozen_tied_and_unregistered_tensors():
+    module = nn.Module()
+    module.inner, module.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+    module.head.weight, module.scale = module.inner.weight, torch.full((8,), 2.0)
+    module.head.bias.requires_grad = False
+    module.forward = lambda x: module.head(module.inner(x) * module.scale)
+    params, apply = from_module(module)
+    assert list(params) == ["inner.weight"] and set(apply.buffers) == {"head.bias", "scale"}
+    np.testing.assert_allclose(apply(params, X), module(torch.tensor(X)).detach(), atol=1e-5)
+    twice = {"inner.weight": params["inner.weight"] * 2}
+    assert float(abs(apply(twice, X) - apply(params, X)).max()) > 0.1
+
+
+class Airy(nn.Module):
+    def forward(self, x):
+        return torch.special.airy_ai(x)
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_what_cannot_run_is_named_with_the_module_that_called_it():
+    params, apply = from_module(nn.Sequential(nn.Linear(8, 8), nn.Sequential(Airy())))
+    with refuses("aten::special_airy_ai", UnsupportedError, code="unsupported_operator", naming="`1.0` (Airy)"):
+        jax.jit(apply)(params, X)
+    implement(torch.ops.aten.special_airy_ai.default, lambda x: x * 2)
+    assert jax.jit(apply)(params, X).shape == X.shape
+    params, apply = from_module(nn.Sequential(nn.Linear(8, 8), Reads()))
+    with refuses(None, UnsupportedError, code="data_dependent", naming="`1` (Reads)"):
+        jax.jit(apply)(params, X)
+    assert apply(params, X).shape == X.shape  # without jit the value is there
+
+
+def test_versions_that_do_not_work_together_are_named(monkeypatch):
+    import torchax
+
+    from dovetail.interop.torch import environment
+
+    def broken():
+        raise AttributeError("'aten.prod' has no overload name 'dim_Dimname'")
+
+    monkeypatch.setattr(torchax, "default_env", broken)
+    with pytest.raises(UnsupportedError, match=r"torchax .*, torch .*, jax .* do not work together: 'aten.prod'"):
+        environment.environment.__wrapped__()
