@@ -79,7 +79,9 @@ def group_by_hand(scheme: str, part: np.ndarray) -> np.ndarray:
 def test_rounded_weights_equal_numpy(scheme):
     w = np.array(random(6, 192))
     w[3] = 0
-    group = fitted(scheme, 192).group or 192
+    form = fitted(scheme, 192)
+    assert form is not None
+    group = form.group or 192
     by_hand = np.zeros_like(w)
     for i, at in ((i, at) for i in range(6) if i != 3 for at in range(0, 192, group)):
         by_hand[i, at : at + group] = group_by_hand(scheme, w[i, at : at + group])
