@@ -158,6 +158,18 @@ class Placement:
         """Return the number of devices that a logical axis is split over."""
         return math.prod(self.mesh.shape[n] for n in self.rules.axes_of(logical))
 
+    def __reduce__(self) -> tuple:
+        """Pickle devices by their ids: the compiled programs on disk name the placement of quantised weights."""
+        if isinstance(self.mesh, AbstractMesh):
+            return Placement, (self.mesh, self.rules)
+        ids = np.vectorize(lambda device: device.id)(self.mesh.devices)
+        return _unpickled, (ids, self.mesh.axis_names, self.mesh.axis_types, self.rules)
+
+
+def _unpickled(ids: np.ndarray, names: tuple[str, ...], types: tuple, rules: Rules) -> Placement:
+    known = {device.id: device for device in jax.devices()}
+    return Placement(Mesh(np.vectorize(known.__getitem__, otypes=[object])(ids), names, axis_types=types), rules)
+
 
 def param_sharding(placement: Placement | None, spec: ParamSpec) -> NamedSharding | None:
     """Return the sharding of a parameter; None without a placement."""

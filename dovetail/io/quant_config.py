@@ -68,7 +68,7 @@ def refuse(what: str) -> UnsupportedError:
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
 
 
-def _compressed(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
+def _compressed(config: Mapping[str, Any], module: str, below: Below, _read: Read) -> TensorLayout | None:
     if ".weight_packed" not in below and ".weight_scale" not in below:
         return None
     group = _group_of(config, module)
@@ -174,7 +174,7 @@ def _by_row(scale: np.ndarray, rows: int, block: Any = None) -> np.ndarray:
 # --- gptq and awq -----------------------------------------------------------------------------------------------------
 
 
-def _gptq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
+def _gptq(config: Mapping[str, Any], module: str, below: Below, _read: Read) -> TensorLayout | None:
     if ".qweight" not in below:
         return None
     bits, symmetric = config.get("bits"), bool(config.get("sym", True))
@@ -200,7 +200,7 @@ def _gptq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> Tens
     return TensorLayout(form, (O, size), (".qweight", ".qzeros", ".scales", ".g_idx"), decode)
 
 
-def _awq(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
+def _awq(config: Mapping[str, Any], module: str, below: Below, _read: Read) -> TensorLayout | None:
     if ".qweight" not in below:
         return None
     if config.get("bits") != 4 or str(config.get("version", "gemm")).lower() != "gemm":
@@ -240,13 +240,13 @@ def _pairs(codes: np.ndarray) -> np.ndarray:
 # --- fp8, mxfp4, bitsandbytes -----------------------------------------------------------------------------------------
 
 
-def _fp8(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
+def _fp8(config: Mapping[str, Any], module: str, below: Below, _read: Read) -> TensorLayout | None:
     scale = next((name for name in (".weight_scale_inv", ".weight_scale") if name in below), None)
     blocks = config.get("weight_block_size") or [None, None]
     return _scaled(module, below, scale, blocks) if scale else None  # both multiply
 
 
-def _mxfp4(config: Mapping[str, Any], module: str, below: Below, _: Read) -> TensorLayout | None:
+def _mxfp4(config: Mapping[str, Any], module: str, below: Below, _read: Read) -> TensorLayout | None:
     if "_blocks" not in below:
         return None
     E, rows, groups, half = below["_blocks"][0]

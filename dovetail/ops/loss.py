@@ -97,9 +97,8 @@ class _Plan:
 
     def gathered(self, head: Any, dtype: Any) -> Any:
         """Cast the head where it is, then gather all but its vocabulary: one collective, before the loop."""
-        if not isinstance(head, ARRAYS):
-            return head.astype(dtype)
-        return constrain(head.astype(dtype), self.placement, "vocab", None)
+        cast = head.astype(dtype)
+        return constrain(cast, self.placement, "vocab", None) if isinstance(head, ARRAYS) else cast
 
     def no_gradient(self, head: jax.Array) -> jax.Array:
         if not self.trains_head:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ from refusals import refuses
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import UnsupportedError
 from dovetail.core.formats import ROUNDED, Format
+from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import held_bytes, init, num_bytes, tree_map
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import QUANTIZATIONS, EngineOptions
@@ -90,6 +92,12 @@ def test_weights_of_other_formats_are_not_joined_and_some_cannot_be_rounded():
     assert {"q", "k", "v", "o"} == set(layer["attn"]) and "gate+up" in layer["mlp"]
     with refuses("quantization", UnsupportedError, naming="q4_1"):
         publish(weights(), CFG, "float32", formats=(("layers.0.attn.q", Format("q4_1")),))
+
+
+def test_a_placement_is_pickled_with_a_kept_program():
+    place = Placement(make_mesh({"tensor": 2}, jax.devices()[2:4]), SERVE)
+    again = pickle.loads(pickle.dumps(place))
+    assert again == place and hash(again) == hash(place)
 
 
 def test_specs_and_options():

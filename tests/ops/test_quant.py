@@ -19,7 +19,7 @@ from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, lookup, matmul, matmul_transposed, per_head
 from dovetail.ops.loss import cross_entropy
 from dovetail.ops.quant import weight
-from dovetail.ops.quant.unpack import E2M1_VALUES, NF4_VALUES, unpack
+from dovetail.ops.quant.unpack import E2M1_VALUES, NF4_VALUES
 from dovetail.ops.quant.weight import Quantized, rounded
 
 BY_HAND = [name for name in ROUNDED if name not in ("w8a8", "fp8_block")]
@@ -27,6 +27,9 @@ BY_HAND = [name for name in ROUNDED if name not in ("w8a8", "fp8_block")]
 
 def random(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+dense = jax.jit(Quantized.dense)
 
 
 def declared(shape: tuple[int, ...], form: Format | None, stored: tuple[int, ...] = ()) -> ParamSpec:
@@ -76,18 +79,20 @@ def group_by_hand(scheme: str, part: np.ndarray) -> np.ndarray:
 def test_rounded_weights_equal_numpy(scheme):
     w = np.array(random(6, 192))
     w[3] = 0
-    group = fitted(scheme, 192).group or 192
+    form = fitted(scheme, 192)
+    assert form is not None
+    group = form.group or 192
     by_hand = np.zeros_like(w)
     for i, at in ((i, at) for i in range(6) if i != 3 for at in range(0, 192, group)):
         by_hand[i, at : at + group] = group_by_hand(scheme, w[i, at : at + group])
-    np.testing.assert_array_equal(packed(scheme, jnp.asarray(w)).dense(), by_hand)
+    np.testing.assert_array_equal(dense(packed(scheme, jnp.asarray(w))), by_hand)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_equal_the_gguf_package(name):
     ours = blocks(name, 3)
     theirs = dequantize(np.asarray(ours.arrays["blocks"]), GGMLQuantizationType[name.upper()])
-    np.testing.assert_allclose(ours.dense(), theirs, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(dense(ours), theirs, rtol=1e-6, atol=0)
 
 
 def test_mxfp4_equals_transformers():
@@ -98,9 +103,8 @@ def test_mxfp4_equals_transformers():
     codes = rng.integers(0, 256, (2, 6, 3, 16), np.uint8)  # experts, rows, groups, bytes
     scale = rng.integers(110, 140, (2, 6, 3), np.uint8)
     theirs = convert_moe_packed_tensors(torch.tensor(codes), torch.tensor(scale), dtype=torch.float32)
-    ours = unpack(
-        Format("mxfp4", 32, "uint8"), {"codes": jnp.asarray(codes.reshape(2, 6, 48)), "scale": jnp.asarray(scale)}
-    )
+    arrays = {"codes": jnp.asarray(codes.reshape(2, 6, 48)), "scale": jnp.asarray(scale)}
+    ours = dense(Quantized(arrays, Format("mxfp4", 32, "uint8"), jnp.dtype(jnp.float32)))
     np.testing.assert_array_equal(ours, theirs.numpy().swapaxes(1, 2))
 
 
@@ -108,7 +112,7 @@ def test_nvfp4():
     """Two codes per byte, the first in the lower half; scales in e4m3 of 16 values each, and one of the row."""
     codes = jnp.asarray([[0x21, *[0] * 7, 0xF7, *[0] * 7]], jnp.uint8)
     arrays = {"codes": codes, "scale": jnp.asarray([[0.5, 2]], jnp.float8_e4m3fn), "global": jnp.asarray([[0.25]])}
-    values = np.asarray(unpack(Format("nvfp4", 16, "float8_e4m3fn"), arrays))[0]
+    values = np.asarray(dense(Quantized(arrays, Format("nvfp4", 16, "float8_e4m3fn"), jnp.dtype(jnp.float32))))[0]
     assert [values[i] for i in (0, 1, 16, 17)] == [0.0625, 0.125, 3, -3] and values.shape == (32,)
 
 
@@ -134,18 +138,20 @@ def test_rows_that_the_group_does_not_divide(scheme, size, group):
 @pytest.mark.parametrize("scheme", ["fp8_block", "int4_asym", "mxfp4", pytest.param("nf4", marks=pytest.mark.thorough)])
 def test_products_equal_those_of_the_array(scheme, monkeypatch):
     w, x = packed(scheme, random(6, 4, 96)), random(5, 96)
-    whole = w.dense()
+    whole = dense(w)
     assert w.shape == whole.shape == (6, 4, 96)
-    np.testing.assert_allclose(matmul(x, w), matmul(x, whole), atol=1e-4)
-    np.testing.assert_allclose(per_head(random(5, 6, 96), w), per_head(random(5, 6, 96), whole), atol=1e-4)
-    back = random(5, 6, 4)
-    np.testing.assert_allclose(per_head(back, w, transposed=True), per_head(back, whole, transposed=True), atol=1e-4)
-    sizes = jnp.asarray([2, 0, 1, 0, 2, 0])
-    np.testing.assert_allclose(grouped(x, w, sizes), grouped(x, whole, sizes), atol=1e-4)
-    ours, theirs = (jax.grad(lambda x, w=w: jnp.sum(jnp.sin(matmul(x, w))))(x) for w in (w, whole))
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    got, want = (products(x, random(5, 6, 96), random(5, 6, 4), each) for each in (w, whole))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
     monkeypatch.setattr(weight, "PART", 96 * 5)  # rows are unpacked four at a time
-    np.testing.assert_allclose(matmul(x, w), matmul(x, whole), atol=1e-4)
+    np.testing.assert_allclose(jax.jit(matmul)(x, w), want[0], atol=1e-4)
+
+
+@jax.jit
+def products(x, heads, back, w) -> tuple[jax.Array, ...]:
+    sizes = jnp.asarray([2, 0, 1, 0, 2, 0])
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(matmul(x, w))))(x)
+    return matmul(x, w), per_head(heads, w), per_head(back, w, transposed=True), grouped(x, w, sizes), gradient
 
 
 @pytest.mark.parametrize("scheme", ["nf4"])
@@ -157,7 +163,7 @@ def test_two_input_dims_are_one_row(scheme):
 
 def test_tables():
     table, index = blocks("q4_1", 7), jnp.asarray([[1, 0], [6, 6]])
-    whole = table.dense()
+    whole = dense(table)
     np.testing.assert_array_equal(lookup(table, index), whole[index])
     np.testing.assert_allclose(matmul_transposed(random(2, 7), table), random(2, 7) @ whole, rtol=1e-5, atol=1e-5)
 
@@ -165,18 +171,19 @@ def test_tables():
 def test_a_quantised_head_has_the_loss_of_the_array():
     head, hidden = packed("int8", random(40, 32)), random(2, 6, 32)
     targets, mask = jnp.arange(12).reshape(2, 6), jnp.ones((2, 6))
-    of = jax.value_and_grad(lambda h, head: cross_entropy(h, head, targets, mask, chunk=4)[0])
-    for ours, theirs in zip(of(hidden, head), of(hidden, head.dense()), strict=True):
+    of = jax.jit(jax.value_and_grad(lambda h, head: cross_entropy(h, head, targets, mask, chunk=4)[0]))
+    for ours, theirs in zip(of(hidden, head), of(hidden, dense(head)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_dynamic_activations():
     """Rounded to int8, each row by its greatest value; the error stays below half a step of either factor."""
     w, x = packed("w8a8", random(6, 96)), random(5, 96).at[2].set(0)
-    got, exact = np.asarray(matmul(x, w)), np.asarray(matmul(x, w.dense()))
+    whole = np.asarray(dense(w))
+    got, exact = np.asarray(jax.jit(matmul)(x, w)), np.asarray(x) @ whole.T
     steps = np.abs(x).max(axis=1) / 127
     rounded_x = np.round(x / np.where(steps == 0, 1, steps)[:, None]) * steps[:, None]
-    np.testing.assert_allclose(got, rounded_x @ np.asarray(w.dense()).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, rounded_x @ whole.T, rtol=1e-4, atol=1e-4)
     assert 0 < np.abs(got - exact).max() < 0.1
 
 
@@ -187,9 +194,10 @@ def test_experts_on_a_mesh(width):
     shapes = {"gate": (4, width, 32), "up": (4, width, 32), "down": (4, 32, width)}
     made = {name: random(*shape) for name, shape in shapes.items()}
     ours = {name: packed("mxfp4", w) for name, w in made.items()}
-    whole = {name: w.dense() if isinstance(w, Quantized) else w for name, w in ours.items()}
+    whole = {name: dense(w) for name, w in ours.items()}
     chosen, share = jnp.asarray([[0, 3], [1, 2], [3, 1], [2, 0]]), random(4, 2)
     args = random(4, 32), share, chosen
     got = jax.jit(lambda p: moe.experts(*args, p, Glu("silu"), place))(ours)
-    np.testing.assert_allclose(got, moe.experts_reference(*args, whole, Glu("silu")), atol=2e-3, rtol=1e-4)
-    np.testing.assert_allclose(moe.experts_reference(*args, ours, Glu("silu")), got, atol=2e-3, rtol=1e-4)
+    for each in (whole, ours):
+        want = jax.jit(lambda p: moe.experts_reference(*args, p, Glu("silu")))(each)
+        np.testing.assert_allclose(got, want, atol=2e-3, rtol=1e-4)
