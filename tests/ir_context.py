@@ -1,6 +1,7 @@
 """One MLIR context for many programs.
 
-Jax makes a context for each program that it lowers, which takes 6 ms: a fifth of what a small operation takes to compile.
+Jax makes a context for each program that it lowers, which takes 6 ms: a fifth of the time that a small operation takes
+to compile.
 """
 
 from __future__ import annotations

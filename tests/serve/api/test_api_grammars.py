@@ -27,7 +27,8 @@ def formatted(schema: dict, **more) -> dict:
 
 
 def ask(real, **body) -> httpx.Response:
-    asked = dict(messages=[{"role": "user", "content": "Answer."}], temperature=0, max_tokens=24, logit_bias=SHORT_JSON) | body
+    asked = dict(messages=[{"role": "user", "content": "Answer."}], temperature=0, max_tokens=24) | body
+    asked["logit_bias"] = SHORT_JSON
     return httpx.post(f"{real.url}/v1/chat/completions", json=asked, timeout=120)
 
 
