@@ -7,6 +7,9 @@ STAMP := $(VENV)/.dovetail-installed
 CODE := dovetail tests benchmarks examples
 # Three workers: each holds jax and torch. On two cores one more than cores fills the time that tests wait for processes.
 PYTEST_ARGS ?= -n 3 --dist loadscope
+# uv, where it is installed, resolves and unpacks in a fraction of pip's time.
+UV := $(shell command -v uv 2>/dev/null)
+INSTALL := $(if $(UV),$(UV) pip install --python $(PY),$(PY) -m pip install)
 
 # Tests start hundreds of processes that import the package: each would compile its sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,8 +23,8 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dovetail needs Python 3.11 or newer: make PYTHON=python3.12 test")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip  # resolves in half the time that Python 3.11's own takes
-	$(PY) -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) --quiet --upgrade pip  # resolves in half the time that Python 3.11's own takes
+	$(INSTALL) --quiet --editable '.[dev]'
 	@touch $@
 
 lint: $(STAMP)

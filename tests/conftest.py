@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 
+import ir_context
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
@@ -94,9 +95,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_compiled():
-    """Drop compiled programs when a process nears its limit of 65,530 memory maps."""
+def _compile_cheaply():
+    """Share MLIR contexts, and drop compiled programs when a process nears its limit of 65,530 memory maps."""
     gc.freeze()
+    if "jax" in sys.modules:
+        ir_context.share()
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:

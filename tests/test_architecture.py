@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -147,23 +148,30 @@ def room_of(where: Path) -> str:
     return "/".join(parts[:2]) if "/".join(parts[:2]) in APART else (parts[0] if parts else "")
 
 
-def imports(path: Path, root: Path) -> Iterator[Import]:
-    package = path.relative_to(root).with_suffix("").parts[:-1]
-    for node, at_load in walk(ast.parse(path.read_text(), str(path)), True):
+def imports(path: Path, root: Path) -> tuple[Import, ...]:
+    return imports_of(path.read_text(), path.relative_to(root).with_suffix("").parts[:-1])
+
+
+@cache  # three tests read the whole package
+def imports_of(source: str, package: tuple[str, ...]) -> tuple[Import, ...]:
+    found = []
+    for node, at_load in walk(ast.parse(source), True):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, at_load)
+            found += [Import(alias.name, node.lineno, at_load) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:  # `from dovetail import ops` names a room only in its alias
-                yield Import(f"{module}.{alias.name}", node.lineno, at_load)
+            # `from dovetail import ops` names a room only in its alias
+            found += [Import(f"{module}.{alias.name}", node.lineno, at_load) for alias in node.names]
+    return tuple(found)
 
 
 def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below `node`, with whether it runs when the module is imported."""
+    """Every statement below `node`, with whether it runs when the module is imported."""
     for child in ast.iter_child_nodes(node):
-        deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(child, ast.expr):
+            continue
+        deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         deferred |= isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
         yield child, at_load
         yield from walk(child, at_load and not deferred)
@@ -207,9 +215,9 @@ def public_classes(root: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted((root / "dovetail").rglob("*.py")):
         where = path.relative_to(root / "dovetail")
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(f"{where}:{node.lineno}")
+        for line, text in enumerate(path.read_text().splitlines(), 1):
+            if declared := re.match(r" *class ([A-Za-z]\w*)[(:]", text):
+                found.setdefault(declared[1], []).append(f"{where}:{line}")
     return found
 
 

@@ -1,6 +1,10 @@
-"""Servers: one with the real SmolLM2 in a process of its own, and scripted ones that need no engine."""
+"""Servers: SmolLM2 and its first layers with an engine in a process of its own, and scripted ones without an engine."""
 
+import json
 import logging
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from xla_flags import flags
@@ -24,9 +28,9 @@ def tokenizer(smollm2_gguf):
     return read_tokenizer(smollm2_gguf)
 
 
-@pytest.fixture(scope="session")
-def real(smollm2_gguf, tokenizer):
-    """A server of the real model with a real engine process."""
+@contextmanager
+def engine_of(model: Path, tokenizer, quick: bool):
+    """A server of `model` with a real engine process."""
     from serve.servers import running
 
     from dovetail.engine.options import EngineOptions
@@ -36,10 +40,37 @@ def real(smollm2_gguf, tokenizer):
         size = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32)
         options = EngineOptions(**size, scheduling_policy="priority", seed=None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XLA_FLAGS", flags(1, quick=False))  # as `optimised`
-            return await EngineClient.start(smollm2_gguf, options)
+            patch.setenv("XLA_FLAGS", flags(1, quick))
+            return await EngineClient.start(model, options)
 
     with running(engine, tokenizer, admin_key="boss") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def first_layers(smollm2_gguf, tmp_path_factory) -> Path:
+    """SmolLM2's embeddings and first two of 30 layers: a fifteenth of what the model takes to compile."""
+    from dovetail.io.load import load, save
+
+    model = load(smollm2_gguf)
+    source = json.dumps(json.loads(model.config.source) | {"num_hidden_layers": 2})
+    config = replace(model.config, layers=model.config.layers[:2], source=source)
+    folder = tmp_path_factory.mktemp("smollm2") / "first_layers"
+    save(folder, config, {**model.params, "layers": model.params["layers"][:2]}, model.tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real(first_layers, tokenizer):
+    """A server of SmolLM2's first layers with a real engine process."""
+    with engine_of(first_layers, tokenizer, quick=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole_model(smollm2_gguf, tokenizer):
+    """A server of SmolLM2 with a real engine process."""
+    with engine_of(smollm2_gguf, tokenizer, quick=False) as server:
         yield server
 
 

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions, driven by OpenAI's own client over loopback, with the real SmolLM2."""
+"""/v1/chat/completions and /v1/completions, driven by OpenAI's own client over loopback, with a real engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import httpx
 import jsonschema
 import pytest
-from serve.servers import MODEL
+from serve.servers import MODEL, SHORT_JSON
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_logprobs_of_chat(openai_client):
 
 def test_completion_echo_and_logprobs(openai_client):
     plain = openai_client.completions.create(**PARIS)
-    assert plain.choices[0].text.startswith(" Paris")
+    assert plain.choices[0].text
     echoed = openai_client.completions.create(**PARIS, echo=True, logprobs=1)
     choice = echoed.choices[0]
     assert choice.text == PARIS["prompt"] + plain.choices[0].text
@@ -125,6 +125,7 @@ SCHEMA = {
 
 def test_json_schema_and_object(openai_client):
     asked = dict(model=MODEL, messages=[{"role": "user", "content": "Paris, as JSON."}], max_tokens=64, temperature=0)
+    asked["logit_bias"] = SHORT_JSON
     schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
     text = openai_client.chat.completions.create(**asked, response_format=schema).choices[0].message.content
     jsonschema.validate(json.loads(text), SCHEMA)
@@ -147,18 +148,19 @@ def test_structured_outputs(openai_client, structured, check):
 
 
 GREEDY_DIFFERENT = {
-    "logit_bias": {"logit_bias": {"19556": -100}},  # Hello
+    "logit_bias": {"logit_bias": {"2": 42, "365": -100}},  # " ("
     "allowed_token_ids": {"extra_body": {"allowed_token_ids": [100, 200, 300]}},
     "repetition_penalty": {"extra_body": {"repetition_penalty": 5.0}},
     "min_tokens": {"extra_body": {"min_tokens": 12}},
     "ignore_eos": {"extra_body": {"ignore_eos": True}},
     "max_completion_tokens": {"max_completion_tokens": 3},
-    "bad_words": {"extra_body": {"bad_words": ["Hello", " help", " assist"]}},
+    "bad_words": {"extra_body": {"bad_words": [" (", " and", " I"]}},
     "stop_token_ids": {"extra_body": {"stop_token_ids": list(range(200, 2000))}},
 }
 
 
-HI = dict(model=MODEL, messages=[{"role": "user", "content": "Hi"}], temperature=0)  # it ends by itself, soon
+# The end token is 57, 50, 65, 49 and 35 below the likeliest one: " (  and I" is the whole answer.
+HI = dict(model=MODEL, messages=[{"role": "user", "content": "Hi"}], temperature=0, logit_bias={"2": 42})
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ def test_a_salt_keeps_prefixes_apart(openai_client):
 
 
 def test_special_tokens_are_shown_on_request(openai_client):
-    asked = SHORT | dict(messages=HI["messages"], max_tokens=24)
+    asked = SHORT | dict(max_tokens=4, logit_bias={"2": 100})
     hidden, shown = (
         openai_client.chat.completions.create(
             **asked, extra_body={"ignore_eos": True, "skip_special_tokens": skip}

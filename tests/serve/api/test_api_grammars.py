@@ -11,6 +11,7 @@ import logging
 import httpx
 import pytest
 from serve.api.test_api_tools import accepts
+from serve.servers import SHORT_JSON
 
 from dovetail.serve.request_context import MAX_TRACEBACK, traceback_text
 
@@ -27,6 +28,7 @@ def formatted(schema: dict, **more) -> dict:
 
 def ask(real, **body) -> httpx.Response:
     asked = dict(messages=[{"role": "user", "content": "Answer."}], temperature=0, max_tokens=24) | body
+    asked["logit_bias"] = SHORT_JSON
     return httpx.post(f"{real.url}/v1/chat/completions", json=asked, timeout=120)
 
 
