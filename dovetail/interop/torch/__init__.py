@@ -9,5 +9,6 @@ docs/torch.md has the whole of it.
 
 from dovetail.interop.torch.environment import implement
 from dovetail.interop.torch.function import ModuleFunction, from_module
+from dovetail.interop.torch.parity import ParityReport, parity
 
-__all__ = ["ModuleFunction", "from_module", "implement"]
+__all__ = ["ModuleFunction", "ParityReport", "from_module", "implement", "parity"]

@@ -42,15 +42,17 @@ def attention(
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         extra = {"mask": mask} if mask.dtype == jnp.bool_ else {"bias": mask.astype(q.dtype)}
     found = jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=is_causal, implementation=_implementation(q, v), **extra
+        q, k, v, scale=scale, is_causal=is_causal, implementation=_implementation(q, v, attn_mask), **extra
     )
     return Tensor(jnp.swapaxes(found, 1, 2), query._env)
 
 
-def _implementation(q: jax.Array, v: jax.Array) -> Literal["cudnn", "xla"]:
-    """Return cuDNN where it can: half precision, rows of more than one token, and head dims that it has."""
+def _implementation(q: jax.Array, v: jax.Array, mask: Any) -> Literal["cudnn", "xla"]:
+    """Return cuDNN where it can: half precision, no mask but a causal one, rows of several tokens, its head dims."""
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    fits = q.shape[1] > 1 and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    fits = (
+        mask is None and q.shape[1] > 1 and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    )
     return "cudnn" if jax.default_backend() == "gpu" and half and fits else "xla"
 
 
