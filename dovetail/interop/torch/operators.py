@@ -50,9 +50,8 @@ def attention(
 def _implementation(q: jax.Array, v: jax.Array, mask: Any) -> Literal["cudnn", "xla"]:
     """Return cuDNN where it can: half precision, no mask but a causal one, rows of several tokens, its head dims."""
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    fits = (
-        mask is None and q.shape[1] > 1 and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    )
+    dim = q.shape[-1]
+    fits = mask is None and q.shape[1] > 1 and dim == v.shape[-1] and dim % 8 == 0 and dim <= 128
     return "cudnn" if jax.default_backend() == "gpu" and half and fits else "xla"
 
 
