@@ -167,6 +167,8 @@ def programs_for(
     draft: DraftModel | None = None,
 ) -> Programs:
     """Return the programs of an engine with these options; `absent` and `draft`: see Programs."""
+    if options.backend == "torch":
+        raise UserError('`backend="torch"` is for a model that `LLM` loads from a folder', param="backend")
     device = absent or jax.devices()[0]
     max_len = _max_len(cfg, options.max_model_len)
     cfg = cfg.within(max_len)

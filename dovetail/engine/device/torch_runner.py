@@ -18,7 +18,7 @@ import numpy as np
 
 from dovetail.core.errors import UnsupportedError
 from dovetail.core.types import Params, Weights
-from dovetail.engine.device.adapters import Adapters
+from dovetail.engine.device.adapters import RANK, Adapters
 from dovetail.engine.device.batch import NUMBERS, Buckets, row_tokens
 from dovetail.engine.device.programs import Compilations, Programs
 from dovetail.engine.device.runner import LaunchedStep
@@ -53,7 +53,7 @@ class TorchRunner:
         self.weights, self._max_tokens = Weights(model.params), max_tokens
         self.buckets = Buckets(1, max_tokens, -(-max_len // page_size))
         self.programs = Programs(self.cfg, self.compute, self.buckets, page_size)
-        self.adapters = Adapters(SlotLayout(self.cfg, 0, 0), self.compute.dtype)
+        self.adapters = Adapters(SlotLayout(self.cfg, 0, RANK), self.compute.dtype)
         self.steps = _Sizes()
         # A step is padded to a power of two: with whole chunks of tokens it ends within the cache.
         self._length = -(-max_len // max_tokens) * max_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Arrays = dict[str, jax.Array]
+_TRACING = threading.RLock()  # a call puts arrays in the place of the module's own tensors, for every thread
 
 
 def from_module(module: torch.nn.Module) -> tuple[Arrays, ModuleFunction]:
@@ -83,7 +85,7 @@ class ModuleFunction:
         state = to_torch({**buffers, **params})
         args, kwargs = to_torch((args, kwargs))
         function = getattr(self.module, method) if method else self.module
-        with _running(self.module, rng), explained(self.module):
+        with _TRACING, _running(self.module, rng), explained(self.module):
             with stateless._reparametrize_module(self.module, state, tie_weights=True):
                 result = function(*args, **kwargs)
             # An assignment to a buffer in `forward` is in `state`, too: leaving the block above puts it there.
