@@ -143,7 +143,7 @@ def build_torch_engine(model: TorchLanguageModel, options: EngineOptions) -> Eng
         1, tokens, max_len, page_size, -(-max_len // page_size), enable_prefix_caching=False,
         policy=options.scheduling_policy,
     )  # fmt: skip
-    runner = TorchRunner(model, max_len, tokens, page_size)
+    runner: Any = TorchRunner(model, max_len, tokens, page_size)  # it has what an Engine calls of a Runner
     return Engine(runner, Scheduler(limits), model.tokenizer, options.seed, max_decode_steps=1)
 
 

@@ -68,8 +68,8 @@ def batch_norm(
     """Normalise each channel (dim 1), and update the running statistics in place, which torchax does not."""
     from torchax.tensor import Tensor
 
-    given = (input, running_mean, running_var, weight, bias)
-    x, mean, var, scale, shift = (None if tensor is None else tensor.jax() for tensor in given)
+    x = input.jax()
+    mean, var, scale, shift = map(_array, (running_mean, running_var, weight, bias))
     if training:
         over = tuple(dim for dim in range(x.ndim) if dim != 1)
         wide = x.astype(jnp.float32)
@@ -82,6 +82,10 @@ def batch_norm(
     factor = jax.lax.rsqrt(var.astype(jnp.float32) + eps) * (1 if scale is None else scale)
     offset = (0 if shift is None else shift) - mean * factor
     return Tensor((x * factor.reshape(shape) + offset.reshape(shape)).astype(x.dtype), input._env)
+
+
+def _array(tensor: Any) -> Any:
+    return None if tensor is None else tensor.jax()
 
 
 def _move(running: Any, now: jax.Array, momentum: float) -> None:
