@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from train_cases import CONFIGS, alone, recipe
 from dovetail.core.compute import COMPUTES, Compute, compute_of
 from dovetail.core.spec import abstract
 from dovetail.core.training import Precision
-from dovetail.core.types import Batch, Packed
+from dovetail.core.types import Batch
 from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.runner import Runner
 from dovetail.engine.device.step import score
 from dovetail.engine.embed import _embed
 from dovetail.io.load import _logits
@@ -132,7 +134,8 @@ def test_the_programs_besides_the_steps(dtype, exact, monkeypatch):
     compute = compute_of(dtype)
     cfg, params, cache = model("dense", compute)
     hidden, row, one = jax.ShapeDtypeStruct((8, cfg.dim), jnp.float32), ints(1, 32), ints()
-    embed = functools.partial(_embed, cfg=cfg, compute=compute, wanted="mean", context=Packed)
+    runner = SimpleNamespace(cfg=cfg, compute=compute, platform=None, placement=None)
+    embed = functools.partial(_embed, hidden_states=functools.partial(Runner.hidden_states, runner), wanted="mean")
     traced = [
         score.trace(params, hidden, ints(8), cfg=cfg, compute=compute, platform=None),
         jax.jit(embed).trace(params, row, one, one),

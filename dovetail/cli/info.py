@@ -21,6 +21,9 @@ def info(
     model: str = typer.Argument(
         None, help="Folder, .gguf file, hub id (only its config is downloaded), catalogue name or shipped architecture."
     ),
+    backend: str = typer.Option(
+        "jax", metavar="jax|torch", help="torch: a model that Dovetail does not implement, as a PyTorch module."
+    ),
     kernels: str = typer.Option("", help="tpu: the attention kernels of each TPU generation."),
     watch: bool = typer.Option(False, "--watch", help="Show the use of each chip every second until Ctrl-C."),
 ) -> None:
@@ -31,7 +34,8 @@ def info(
 
     console = Console(highlight=False)
     if model is not None:
-        console.print(pairs(model, _model(model)))
+        one_of("--backend", backend, ("jax", "torch"))
+        console.print(pairs(model, _torch_model(model) if backend == "torch" else _model(model)))
         return
     if kernels:
         one_of("--kernels", kernels, ("tpu",))
@@ -67,6 +71,15 @@ def _model(name: str) -> list[tuple[str, str]]:
     stored = compute_of(stored or "bf16")
     compute = compute_of(own_dtype(stored.name))
     return [*summary(cfg, stored.dtype, compute, formats_in(where)), ("from", name)]
+
+
+def _torch_model(name: str) -> list[tuple[str, str]]:
+    """Describe a model that is run as a PyTorch module; its weights are read."""
+    from dovetail.core.reporter import bar
+    from dovetail.io.load import load
+
+    with bar() as progress:
+        return load(name, progress=progress, backend="torch").summary()
 
 
 def _adapter(folder: str) -> list[tuple[str, str]]:

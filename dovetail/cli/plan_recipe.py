@@ -36,6 +36,8 @@ def settings_of(what: str, overrides: list[str], tokens: int = 0, batch: int = 0
     words = [*given, *without_warmup(overrides), *overrides]
     if is_recipe(what):
         settings = recipe.load(what, words, pretrain_class(what, words))
+        if not isinstance(settings.model, str):
+            raise UserError("a plan requires a model whose layers are known, got a torch module", param="model")
         is_image = hasattr(settings, "for_model")
         return settings.for_model(outline_of(settings.model)[0]) if is_image else settings
     cfg = outline_of(what)[0]

@@ -52,7 +52,8 @@ def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iter
         name, section = path + field.name, section_of(hints[field.name])
         default = getattr(defaults, field.name) if defaults is not None else _default(field)
         value = getattr(values, field.name) if values is not None else default if unset else OFF
-        if section is None:
+        is_text = str in typing.get_args(hints[field.name]) and not dataclasses.is_dataclass(value)
+        if section is None or is_text:  # a model is a name, or a section
             shown = OFF if value is OFF else REQUIRED if value is dataclasses.MISSING else _text(value)
             yield Key(name, shown, REQUIRED if default is dataclasses.MISSING else _text(default), texts[field.name])
             continue

@@ -145,7 +145,7 @@ def build_torch_engine(model: TorchLanguageModel, options: EngineOptions) -> Eng
         1, tokens, max_len, page_size, -(-max_len // page_size), enable_prefix_caching=False,
         policy=options.scheduling_policy,
     )  # fmt: skip
-    runner = TorchRunner(model, max_len, tokens, page_size)
+    runner: Any = TorchRunner(model, max_len, tokens, page_size)  # it has what an Engine calls of a Runner
     return Engine(runner, Scheduler(limits), model.tokenizer, options.seed, max_decode_steps=1)
 
 
@@ -169,6 +169,8 @@ def programs_for(
     draft: DraftModel | None = None,
 ) -> Programs:
     """Return the programs of an engine with these options; `absent` and `draft`: see Programs."""
+    if options.backend == "torch":
+        raise UserError('`backend="torch"` is for a model that `LLM` loads from a folder', param="backend")
     device = absent or jax.devices()[0]
     max_len = _max_len(cfg, options.max_model_len)
     cfg = cfg.within(max_len)

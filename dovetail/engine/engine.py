@@ -33,7 +33,6 @@ from dovetail.engine.device.runner import (
     wants_prompt_logprobs,
 )
 from dovetail.engine.device.sampler import Sampler
-from dovetail.engine.device.torch_runner import TorchRunner
 from dovetail.engine.interface import EngineStats, Later
 from dovetail.engine.request.intake import Intake, Prompt
 from dovetail.engine.request.outputs import (
@@ -69,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner | TorchRunner,
+        runner: Runner,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         seed: int | None = 0,

@@ -20,8 +20,18 @@ from dovetail.core.types import Batch, Params
 class RowLogits(Protocol):
     """Return the logits [B, T, V] of a batch of token rows."""
 
-    def __call__(self, params: Params, constants: Params, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Run the model; `key` is for dropout, None turns it off."""
+    def __call__(
+        self, params: Params, constants: Params, batch: Batch, key: jax.Array | None = None, packed: bool = True
+    ) -> jax.Array:
+        """Run the model.
+
+        Args:
+            params: The weights.
+            constants: Further arrays.
+            batch: The rows.
+            key: For dropout; None turns it off.
+            packed: Whether a row may hold several documents; otherwise the model's own causal mask is enough.
+        """
         ...
 
 

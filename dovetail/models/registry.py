@@ -102,7 +102,8 @@ def _parse_text(hf: dict[str, Any], where: str, read: Callable[[Fields], None] |
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(
-            f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}",
+            f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}. "
+            'Others run as PyTorch modules: `backend="torch"` (docs/torch.md)',
             param="model_type",
         )
     family = FAMILIES[kind]

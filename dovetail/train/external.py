@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def model_config(model: str | TorchModel) -> ModelConfig:
 def external_objective(settings: Training) -> Objective:
     """Return the objective of a recipe whose model is a torch module."""
     frozen = external_frozen(model_config(settings.model), weights=False)
+    packed = getattr(settings, "packing", True)  # pretraining always packs
     return Objective(
-        _measure, held_out=_held_out, frozen=frozen, initial=_initial, export=_export,
-        check=lambda cfg: None,
+        partial(_measure, packed=packed), held_out=partial(_held_out, packed=packed), frozen=frozen, initial=_initial,
+        export=_export, check=lambda cfg: None,
     )  # fmt: skip
 
 
@@ -49,28 +51,34 @@ def _external(cfg: ModelConfig) -> ExternalModel:
     return cfg.external
 
 
-def external_logits(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array:
+def external_logits(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, packed: bool = True) -> jax.Array:
     """Return the logits [B, T, V] of an external model, whose constants are `ctx.frozen`."""
     model = _external(cfg)
-    return model.logits(gathered(params, model.weights, ctx.placement), ctx.frozen, batch, ctx.key)
+    return model.logits(gathered(params, model.weights, ctx.placement), ctx.frozen, batch, ctx.key, packed)
 
 
-def _sums(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+def _sums(
+    params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, packed: bool
+) -> tuple[jax.Array, jax.Array]:
     """Return (cross entropy, tokens that are the likeliest), summed over targets weighted by loss_mask."""
-    logits = external_logits(params, cfg, batch, ctx).astype(jnp.float32)
+    logits = external_logits(params, cfg, batch, ctx, packed).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, batch.targets[..., None], axis=-1)[..., 0]
     nll = jnp.sum((jax.nn.logsumexp(logits, axis=-1) - picked) * batch.loss_mask)
     correct = jnp.sum((jnp.argmax(logits, axis=-1) == batch.targets) * batch.loss_mask)
     return nll, jax.lax.stop_gradient(correct)
 
 
-def _measure(params: Params, cfg: ModelConfig, batch: Batch, weight: Any, ctx: StepContext) -> Measured:
-    nll, correct = _sums(params, cfg, batch, ctx)
+def _measure(
+    params: Params, cfg: ModelConfig, batch: Batch, weight: Any, ctx: StepContext, *, packed: bool
+) -> Measured:
+    nll, correct = _sums(params, cfg, batch, ctx, packed)
     return Measured(nll / weight, {"token_accuracy": correct / weight})
 
 
-def _held_out(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
-    nll, correct = _sums(params, cfg, batch, ctx)
+def _held_out(
+    params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, *, packed: bool
+) -> tuple[Metrics, jax.Array]:
+    nll, correct = _sums(params, cfg, batch, ctx, packed)
     return {"loss": nll, "token_accuracy": correct}, batch.loss_mask.sum()
 
 

@@ -32,6 +32,8 @@ def test_values_stand_beside_defaults():
     assert (found["lora.r"], found["lora.lora_alpha"]) == (("4", "16"), ("32", "32"))
     assert found["samples.prompts"] == ("[a, 'b: c']", "[]") and found["optimizer.lr"] == ("0.0001", "0.0001")
     assert {key.name: key.value for key in explained(Sft)}["lora.r"] == "-", "no adapters unless lora is set"
+    module = recipe.create(Sft, {"model": {"torch": "a.b:c"}})
+    assert {key.name: key.value for key in explained(Sft, module)}["model.torch"] == "a.b:c"
 
 
 def test_the_option_prints_them_and_trains_nothing(tmp_path, monkeypatch):

@@ -26,6 +26,13 @@ ELSEWHERE = {
     "dovetail convert ibm-granite/": "fetches 5 GB from the hub",
     "dovetail data show colours.jsonl": "pictures of the reader's: tests/tune/test_images.py",
     "dovetail sft --model tiny-smolvlm": "pictures of the reader's: tests/tune/test_images.py",
+    "dovetail pretrain tiny model.torch=": "a module of the reader's: tests/interop/torch/test_recipes.py",
+    "dovetail sft model.torch=": "a module of the reader's: tests/interop/torch/test_recipes.py",
+    "dovetail distill model=student teacher.torch=": "a module of the reader's: tests/interop/torch/test_roles.py",
+    "dovetail dpo model=student reference.model.torch=": "a module of the reader's: tests/interop/torch/test_roles.py",
+    "dovetail info my-gpt2": "a folder of the reader's: tests/interop/torch",
+    "dovetail eval my-gpt2": "a folder of the reader's: tests/interop/torch",
+    "dovetail serve my-gpt2": "a folder of the reader's: tests/interop/torch",
     "dovetail draft": "minutes: tests/tune/test_draft.py",
     'dovetail serve smollm2-135m --speculative-config {"model": "drafter"}': "the drafter of the command before it",
     "dovetail pretrain llama3-1b": "for TPUs: its recipe is read, laid out and lowered in tests/train",
@@ -69,6 +76,7 @@ PREAMBLES = {
     "docs/jobs.md": {"skip": "Slurm: tests/jobs/test_remote.py"},
     "docs/new-family.md": {"imports": "from dovetail.models.glm import *\nfrom dovetail.models.granite import *\n"},
     "docs/images.md": {"skip": "an OpenAI client: tests/serve/api/test_api_vision.py"},
+    "docs/torch.md": {"skip": "torch modules: tests/interop/torch"},
     "docs/serving.md": {"skip": "an OpenAI client: tests/serve/test_api_clients.py"},
 }
 

@@ -22,6 +22,7 @@ USUAL = {
     "docs/jobs.md": "job",
     "docs/rl.md": "rl",
     "docs/speculation.md": "rl",
+    "docs/torch.md": "pretrain",
 }
 USUAL["docs/finetuning.md"] = "sft"
 TELLING = {

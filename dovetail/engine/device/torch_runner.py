@@ -18,7 +18,7 @@ import numpy as np
 
 from dovetail.core.errors import UnsupportedError
 from dovetail.core.types import Params, Weights
-from dovetail.engine.device.adapters import Adapters
+from dovetail.engine.device.adapters import RANK, Adapters
 from dovetail.engine.device.batch import NUMBERS, Buckets, row_tokens
 from dovetail.engine.device.programs import Compilations, Programs
 from dovetail.engine.device.runner import LaunchedStep
@@ -31,6 +31,7 @@ from dovetail.ops.sample import SampleInputs, logprobs
 
 if TYPE_CHECKING:
     from dovetail.interop.torch.language_model import TorchLanguageModel
+    from dovetail.interop.torch.static_cache import CacheKind
 
 LEAST = 16  # tokens of the smallest step with a prompt
 
@@ -53,11 +54,11 @@ class TorchRunner:
         self.weights, self._max_tokens = Weights(model.params), max_tokens
         self.buckets = Buckets(1, max_tokens, -(-max_len // page_size))
         self.programs = Programs(self.cfg, self.compute, self.buckets, page_size)
-        self.adapters = Adapters(SlotLayout(self.cfg, 0, 0), self.compute.dtype)
+        self.adapters = Adapters(SlotLayout(self.cfg, 0, RANK), self.compute.dtype)
         self.steps = _Sizes()
         # A step is padded to a power of two: with whole chunks of tokens it ends within the cache.
         self._length = -(-max_len // max_tokens) * max_tokens
-        self.kind = self._steps.choose(self.params, min(LEAST, max_tokens), self._length)
+        self.kind: CacheKind = self._steps.choose(self.params, min(LEAST, max_tokens), self._length)
         self._allocate()
 
     @property
@@ -86,7 +87,8 @@ class TorchRunner:
             tokens = self.last[None, :1]
         logits, self.cache = self._steps.run_step(self.params, self.cache, tokens, np.int32(row.start), kind=self.kind)
         inputs = sampler.inputs(plan, 1)
-        left = Unsampled(_at(logits, np.int32(row.count - 1)), np.array([not row.samples], np.int32), _numbers(inputs))
+        slots: Any = np.array([not row.samples], np.int32)
+        left = Unsampled(_at(logits, np.int32(row.count - 1)), slots, _numbers(inputs))
         asked = dict(bias_ids=inputs.bias_ids, bias=inputs.bias, mask=inputs.mask)
         out, (self.last, sampler.history) = run_sampler(self.last, sampler.history, left, asked)
         self.steps.add(size, time.perf_counter() - began)
@@ -132,7 +134,7 @@ class _Sizes(set):
             self.compilations.end(seconds)
 
 
-def _numbers(inputs: SampleInputs) -> np.ndarray:
+def _numbers(inputs: SampleInputs) -> Any:
     return np.stack([np.asarray(getattr(inputs, name)).view(np.int32) for name in NUMBERS])
 
 

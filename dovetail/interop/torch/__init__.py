@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.interop.torch.environment import implement
 from dovetail.interop.torch.function import ModuleFunction, from_module
+from dovetail.interop.torch.parity import ParityReport, parity
 from dovetail.interop.torch.train_step import TorchState, TorchStep, train_step
 
 if TYPE_CHECKING:
     from dovetail.interop.torch.jax_module import JaxModule, as_module
 
 __all__ = [
-    "JaxModule", "ModuleFunction", "TorchState", "TorchStep", "as_module", "from_module", "implement", "train_step",
+    "JaxModule", "ModuleFunction", "ParityReport", "TorchState", "TorchStep", "as_module", "from_module", "implement",
+    "parity", "train_step",
 ]  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Arrays = dict[str, jax.Array]
+_TRACING = threading.RLock()  # a call puts arrays in the place of the module's own tensors, for every thread
 
 
 def from_module(module: torch.nn.Module) -> tuple[Arrays, ModuleFunction]:
@@ -83,7 +86,8 @@ class ModuleFunction:
         state = to_torch({**buffers, **params})
         args, kwargs = to_torch((args, kwargs))
         function = getattr(self.module, method) if method else self.module
-        with _running(self.module, rng), explained(self.module):
+        packed = len(args) > 2 or "position_ids" in kwargs
+        with _TRACING, _running(self.module, rng), explained(self.module), _causal(packed):
             with stateless._reparametrize_module(self.module, state, tie_weights=True):
                 result = function(*args, **kwargs)
             # An assignment to a buffer in `forward` is in `state`, too: leaving the block above puts it there.
@@ -109,6 +113,25 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}" if path else name, value
+
+
+@contextlib.contextmanager
+def _causal(packed: bool) -> Iterator[None]:
+    """Let transformers attend causally without a mask, unless the caller gives positions, which may be of packed rows.
+
+    Under jit it cannot look at positions that a model counts itself, and would make a mask as for packed rows: flash
+    attention takes none.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if packed or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    own = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = own
 
 
 def _is_trainable(tensor: torch.Tensor) -> bool:

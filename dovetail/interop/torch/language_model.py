@@ -198,6 +198,8 @@ def _inputs(vocab: int, position: int, temperature: float, top_k: int, top_p: fl
         slot=np.int32(1), presence=np.float32(0), frequency=np.float32(0), repetition=np.float32(1),
         mask_until=np.int32(0), top_logprobs=np.int32(-1),
     )  # fmt: skip
-    rows = {name: value[None] for name, value in numbers.items()}
-    wide = dict(bias_ids=np.full((1, 1), -1, np.int32), bias=np.zeros((1, 1), np.float32))
-    return SampleInputs(**rows, **wide, mask=np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32))
+    wide: dict[str, Any] = dict(
+        bias_ids=np.full((1, 1), -1, np.int32), bias=np.zeros((1, 1), np.float32),
+        mask=np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32),
+    )  # fmt: skip
+    return SampleInputs(**{name: value[None] for name, value in numbers.items()}, **wide)

@@ -103,17 +103,18 @@ def _logits(
     constants: Params,
     batch: Batch,
     key: jax.Array | None = None,
+    packed: bool = True,
 ) -> jax.Array:
     """Run the module on token rows.
 
-    A module that takes `attention_mask` and `position_ids`, as those of transformers do, sees the documents of a row
-    apart. Any other sees the row as one text.
+    In packed rows, a module that takes `attention_mask` and `position_ids`, as those of transformers do, sees the
+    documents of a row apart. Any other sees the row as one text.
     """
     given: dict[str, Any] = {}
-    if "attention_mask" in takes:
+    if packed and "attention_mask" in takes:
         dtype = next(iter(params.values())).dtype
         given["attention_mask"] = document_mask(batch.segment_ids, dtype)
-    if "position_ids" in takes:
+    if packed and "position_ids" in takes:
         given["position_ids"] = batch.positions
     if "use_cache" in takes:
         given["use_cache"] = False

@@ -66,7 +66,9 @@ def save_module(module: torch.nn.Module, folder: Path, arrays: Mapping[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: to_tensor(x) for name, x in arrays.items()}
     tied = _first_names(module)
-    state = {name: written.get(tied.get(name, name), value) for name, value in module.state_dict().items()}
+    state: dict[str, Any] = {
+        name: written.get(tied.get(name, name), value) for name, value in module.state_dict().items()
+    }
     if save_pretrained := getattr(module, "save_pretrained", None):
         save_pretrained(folder, state_dict=state)
         dtype = str(next(iter(written.values())).dtype).removeprefix("torch.")

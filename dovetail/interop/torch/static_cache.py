@@ -128,7 +128,7 @@ class StaticCacheSteps:
         """Return an empty StaticCache of torch; layers with a sliding window keep every token, and their mask hides."""
         from transformers.cache_utils import StaticCache, StaticLayer
 
-        cache = StaticCache(config=self._apply.module.config, max_cache_len=length)
+        cache: Any = StaticCache(config=self._apply.module.config, max_cache_len=length)  # type: ignore[arg-type]
         if not all(isinstance(layer, StaticLayer) for layer in cache.layers):
             raise UnsupportedError("a layer has a recurrent state, which a step with padding would spoil.")
         cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]

@@ -60,7 +60,7 @@ def register_hugging_face() -> None:
     if "transformers" not in sys.modules:
         return
     from transformers.cache_utils import Cache
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 
     for base, flatten, unflatten in ((ModelOutput, _flatten_output, _unflatten_output), (Cache, *_CACHE)):
         for kind in _kinds(base):
@@ -83,7 +83,7 @@ def _flatten_output(output: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return tuple(output.values()), tuple(output.keys())
 
 
-def _unflatten_output(kind: type, keys: tuple[str, ...], children: Any) -> Any:
+def _unflatten_output(kind: Any, keys: tuple[str, ...], children: Any) -> Any:
     output = kind.__new__(kind)  # `__init__` checks that the leaves are tensors, and while tracing they need not be
     OrderedDict.__init__(output)
     for name in getattr(kind, "__dataclass_fields__", ()):
@@ -101,7 +101,7 @@ def _flatten_cache(cache: Any) -> tuple[Any, Any]:
     return tuple(tensors for _, tensors, _ in layers), aux
 
 
-def _unflatten_cache(kind: type, aux: Any, children: Any) -> Any:
+def _unflatten_cache(kind: Any, aux: Any, children: Any) -> Any:
     static, kinds = aux
     cache = kind.__new__(kind)
     vars(cache).update(static)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+import transformers
 from refusals import refuses
 from torch import nn
 
@@ -59,6 +60,19 @@ def test_frozen_tied_and_unregistered_tensors():
     np.testing.assert_allclose(apply(params, X), module(torch.tensor(X)).detach(), atol=1e-5)
     twice = {"inner.weight": params["inner.weight"] * 2}
     assert float(abs(apply(twice, X) - apply(params, X)).max()) > 0.1
+
+
+def test_hugging_face_outputs_and_caches_are_pytrees():
+    """A model's output keeps its class under jit, and its cache can be given back to it."""
+    sizes = dict(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    params, apply = from_module(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    run, tokens = jax.jit(apply), np.arange(10, dtype=np.int32)[None]
+    whole = run(params, input_ids=tokens)
+    start = run(params, input_ids=tokens[:, :7])
+    rest = run(params, input_ids=tokens[:, 7:], past_key_values=start.past_key_values)
+    assert type(whole).__name__ == "CausalLMOutputWithCrossAttentions"
+    np.testing.assert_allclose(rest.logits, whole.logits[:, 7:], atol=1e-5)
+    assert rest.past_key_values.layers[0].keys.shape == (1, 2, 10, 8)
 
 
 class Airy(nn.Module):

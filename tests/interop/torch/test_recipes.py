@@ -84,7 +84,8 @@ def test_documents_of_a_row_do_not_see_each_other():
     model = model_config(read(Pretrain, RECIPE).model).external
     values, tokens = model.load(), np.arange(10, 20, dtype=np.int32)[None]
     segments, positions = np.array([[1] * 4 + [2] * 6]), np.array([[*range(4), *range(6)]])
-    ours = model.logits(values, {}, Batch(tokens, tokens, positions, segments, np.ones((1, 10))))
+    batch = Batch(tokens, tokens, positions, segments, np.ones((1, 10)))
+    ours = jax.jit(lambda values: model.logits(values, {}, batch))(values)
     with torch.no_grad():
         alone = gpt2(257).eval()(torch.tensor(tokens[:, 4:])).logits
     np.testing.assert_allclose(ours[:, 4:], alone, atol=1e-5)

@@ -73,7 +73,7 @@ thorough = pytest.mark.thorough
     [
         ("mlp", FSDP), pytest.param("mlp", None, marks=thorough),
         ("vit", None), pytest.param("vit", FSDP, marks=thorough),
-        ("gpt2", {"fsdp": 4}), pytest.param("gpt2", None, marks=thorough),
+        pytest.param("gpt2", {"fsdp": 4}, marks=thorough), pytest.param("gpt2", None, marks=thorough),
     ],
 )  # fmt: skip
 def test_losses_are_those_of_torch(name, mesh):
