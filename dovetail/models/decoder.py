@@ -163,7 +163,7 @@ def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placem
     """Return the embeddings [..., D] of tokens [...]."""
     # rows whole: of a table cut along D, XLA looks up parts of all tokens' rows and sends those across the whole mesh
     table = params["embed"]
-    table = constrain(table, placement, "vocab", None) if isinstance(table, ARRAYS) else table
+    table = constrain(jnp.asarray(table), placement, "vocab", None) if isinstance(table, ARRAYS) else table
     return lookup(table, tokens) * jnp.asarray(cfg.embed_scale, table.dtype)
 
 

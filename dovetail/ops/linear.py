@@ -153,7 +153,7 @@ def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> lis
     """Multiply x by the weights of p with these names (name -> its first dim), each with its bias if there is one."""
     y = joined_matmul(x, p, names)
     if y is None:
-        inputs = fan_out(x, len(names))
+        inputs = cast(tuple[jax.Array, ...], fan_out(x, len(names)))
         return [matmul(each, p[name], p.get(f"{name}_bias")) for each, name in zip(inputs, names, strict=True)]
     at, parts = x.ndim - 1, y.shape[x.ndim - 1]
     ends = [sum(list(names.values())[: i + 1]) // parts for i in range(len(names) - 1)]

@@ -25,6 +25,7 @@ WIDE, TAIL = 64, 16  # columns of a head
 COLUMNS = WIDE + TAIL
 GROUPS, QUERIES = 2, 64  # warpgroups that compute, and the queries of each
 STAGES = 2  # blocks of keys in shared memory
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def why_not_split(patches: int, heads: int, head_dim: int) -> str | None:
@@ -164,7 +165,7 @@ def _loop(own: list, blocks: list, loaded: list, released: tuple, turn: Any, sca
             swap()
             return acc[...]
 
-        scores = pl.run_scoped(scores_of, plgpu.ACC((rows, keys[0].shape[1]), jnp.float32))
+        scores = pl.run_scoped(scores_of, ACC((rows, keys[0].shape[1]), jnp.float32))
         plgpu.barrier_arrive(keys_released.at[slot])
         new = jnp.maximum(top, scores.max(axis=1) * scale)
         shrink = jnp.exp2(top - new)
@@ -182,7 +183,7 @@ def _loop(own: list, blocks: list, loaded: list, released: tuple, turn: Any, sca
                 plgpu.wgmma(acc, weights, v.at[slot])
             pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(keys_loaded.at[following]))
 
-        outs = pl.run_state(weighted)([plgpu.ACC.init(out) for out in outs])
+        outs = pl.run_state(weighted)([ACC.init(out) for out in outs])
         plgpu.barrier_arrive(values_released.at[slot])
         return outs, new, total
 
