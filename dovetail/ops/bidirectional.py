@@ -47,9 +47,38 @@ def self_attention(
 def _self_attention(
     p: Params, x: jax.Array, names: Mapping[str, int], lengths: jax.Array | None, platform: str | None
 ) -> jax.Array:
-    q, k, v = matmuls(x, p, names)
+    if all(isinstance(p.get(name), ARRAYS) for name in names):
+        q, k, v = _biased_products(x, tuple((p[name], p[f"{name}_bias"]) for name in names))
+    else:
+        q, k, v = matmuls(x, p, names)
     h = bidirectional_attention(q, k, v, scale=q.shape[-1] ** -0.5, lengths=lengths, platform=platform)
     return matmul(h, p["o"], p["o_bias"], dims=2)
+
+
+@jax.custom_vjp
+def _biased_products(x: jax.Array, weights: tuple[tuple[jax.Array, jax.Array], ...]) -> Any:
+    """Multiply x by each weight and add its bias; cuBLAS adds up the gradients by x inside its products.
+
+    XLA fuses a product that is the first operand of an addition. JAX's own gradient has the partial sum there.
+    """
+    return tuple(matmul(x, w, bias) for w, bias in weights)
+
+
+def _products_forward(x: jax.Array, weights: tuple) -> tuple[Any, Any]:
+    return _biased_products(x, weights), (x, weights)
+
+
+def _products_backward(saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+    (x, weights), total, found = saved, None, []
+    for (w, bias), g in zip(weights, gradients, strict=True):
+        dx, *own = jax.vjp(matmul, x, w, bias)[1](g)
+        total = dx if total is None else dx + total
+        found.append(tuple(own))
+    assert total is not None
+    return total, tuple(found)
+
+
+_biased_products.defvjp(_products_forward, _products_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -153,30 +153,13 @@ def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> lis
     """Multiply x by the weights of p with these names (name -> its first dim), each with its bias if there is one."""
     y = joined_matmul(x, p, names)
     if y is None:
-        inputs = cast(tuple[jax.Array, ...], fan_out(x, len(names)))
-        return [matmul(each, p[name], p.get(f"{name}_bias")) for each, name in zip(inputs, names, strict=True)]
+        return [matmul(x, p[name], p.get(f"{name}_bias")) for name in names]
     at, parts = x.ndim - 1, y.shape[x.ndim - 1]
     ends = [sum(list(names.values())[: i + 1]) // parts for i in range(len(names) - 1)]
     return [
         part.reshape(*part.shape[:at], parts * part.shape[at + 1], *part.shape[at + 2 :])
         for part in jnp.split(y, ends, axis=at + 1)
     ]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """Return x `count` times; its gradient is a sum that XLA adds up inside the products that give the terms.
-
-    XLA fuses a product that is the first operand of an addition. JAX's own sum has the partial sum there.
-    """
-    return (x,) * count
-
-
-def _fan_out_backward(_count: int, _saved: None, terms: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-    return (functools.reduce(lambda total, term: term + total, terms),)
-
-
-fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _fan_out_backward)
 
 
 def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:

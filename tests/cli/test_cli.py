@@ -158,7 +158,7 @@ def test_the_tour_with_a_fake_model(fake, capsys):
 
 
 def test_info_of_a_model_reads_no_weights(capsys):
-    info("llama3-405b")
+    info("llama3-405b", backend="jax")
     said = capsys.readouterr().out
     assert "406B" in said and "756.0 GiB in bfloat16" in said
 
@@ -187,12 +187,12 @@ def test_info():
 
 
 def test_kernels_of_tpus(capsys):
-    info(None, "tpu")
+    info(None, kernels="tpu")
     shown = capsys.readouterr().out
     for word in ("splash", "ragged", "v5e", "GPT-OSS"):
         assert word in shown
     with refuses("--kernels", RecipeError, naming="'tpu'"):
-        info(None, "cuda")
+        info(None, kernels="cuda")
 
 
 def test_one_bar_for_one_piece_of_work(capsys):

@@ -153,7 +153,7 @@ def test_a_draft_model_is_counted_and_one_of_another_model_is_refused(home, tmp_
 def test_plan_and_info_take_what_compile_takes(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("dovetail.io.load.fetch_config", lambda name: SHIPPED / "models" / "tiny.json")
     for model in ("qwen3-8b", str(SHIPPED / "models" / "qwen3-0.6b.json"), "org/name"):
-        info(model)
+        info(model, backend="jax")
         assert "attention heads" in capsys.readouterr().out
         assert "fits" in run("serve", model, "--on", "v5p-8", "--in", "128", "--out", "64", "--concurrency", "4")
         assert "fits" in run("train", model, "--on", "v5p-8")

@@ -79,6 +79,8 @@ class RolloutEngine:
         "max_lora_rank": "it is lora.r",
         "seed": "every completion has a seed that follows from the recipe's seed",
         "speculative_config": "set speculation, such as {kind: suffix}",
+        "quantization": "the engine samples with the policy's own weights",
+        "backend": "the policy is a model that Dovetail implements",
     }
 
     devices: int = 0  # devices for the engine alone, the last ones; 0: it shares the trainer's first device
