@@ -142,9 +142,16 @@ class EngineOptions:
         without = {
             "tensor_parallel_size": self.tensor_parallel_size > 1, "load_format": self.is_dummy,
             "lora_modules": bool(self.lora_modules), "max_loras": bool(self.max_loras),
-            "speculative_config": self.speculative_config is not None, "quantization": self.quantization is not None,
+            "speculative_config": self.speculative_config is not None,
         }  # fmt: skip
-        for name, given in without.items():
+        unread = (
+            "quantization",
+            "max_lora_rank",
+            "gpu_memory_utilization",
+            "kv_cache_memory_bytes",
+            "max_decode_steps",
+        )
+        for name, given in (without | {name: getattr(self, name) is not None for name in unread}).items():
             if given:
                 raise UserError(f'`{name}` cannot be used with `backend="torch"`', param=name)
 

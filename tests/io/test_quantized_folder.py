@@ -203,7 +203,7 @@ def test_weights_of_each_layout(layout, tmp_path):
 
 
 def test_logits_are_those_of_the_unpacked_weights(tmp_path):
-    """In the model as loaded, as published for an engine with joined projections, and on two devices."""
+    """Compare the loaded model, the weights published for an engine, and both on two devices."""
     write(tmp_path / "m", "gptq")
     place = Placement(make_mesh({"tensor": 2}, jax.devices()[:2]), SERVE)
     plain, kept = (load(tmp_path / "m", dtype="f32", quantization=how) for how in ("none", None))

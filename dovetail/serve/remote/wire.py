@@ -45,8 +45,10 @@ class StartEngine(Struct, tag="start", array_like=True):
         """Return the message that starts a replacement of the engine that `info` describes.
 
         It has as many pages, because its steps are compiled for that number. Its adapters may have changed since, so
-        they are loaded after the start.
+        they are loaded after the start. A torch module has neither.
         """
+        if self.options.backend == "torch":
+            return self
         room: dict[str, Any] = dict(max_loras=info.max_loras, max_lora_rank=info.max_lora_rank)
         room |= dict(kv_cache_memory_bytes=info.kv_cache_memory_bytes)
         return msgspec.structs.replace(self, options=replace(self.options, lora_modules={}, **room))

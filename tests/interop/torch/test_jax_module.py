@@ -49,7 +49,7 @@ def test_gradients_are_ours(name):
 
 
 def test_a_torch_script_trains_it(tmp_path):
-    """As it trains the model of transformers that has the same weights; padding changes nothing."""
+    """Compare a step with one on the model of transformers with the same weights; padding changes nothing."""
     folder = model_folder(tmp_path)
     module, theirs = as_module(load(folder)), transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert module.state_dict().keys() == theirs.state_dict().keys()

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import dovetail as dt
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import UnsupportedError, UserError
+from dovetail.engine.options import EngineOptions
 from dovetail.interop.torch.language_model import TorchLanguageModel
 from dovetail.models.registry import FAMILIES
+from dovetail.serve.remote.wire import StartEngine
 
 VOCAB, END = 257, 256
 SIZES = dict(
@@ -79,7 +82,7 @@ def folder(tmp_path_factory):
 
 
 def test_an_engine_runs_the_module_one_sequence_at_a_time(folder):
-    """Its tokens and scores are those of the model; requests beside each other wait and get the same."""
+    """Compare its tokens and scores with the model's; concurrent requests wait and get the same tokens."""
     model = dt.load(folder, backend="torch")
     llm = dt.LLM(folder, backend="torch", max_model_len=48)
     asked = [
@@ -106,8 +109,16 @@ def test_what_the_torch_backend_cannot_do_is_refused(folder):
         dt.LLM(folder, backend="torch", tensor_parallel_size=2)
     with refuses("lora_modules"):
         dt.LLM(folder, backend="torch", lora_modules={"a": "b"})
+    with refuses("kv_cache_memory_bytes"):
+        dt.LLM(folder, backend="torch", kv_cache_memory_bytes=1 << 20)
     with pytest.raises(UserError, match='backend="torch"'):
         dt.LLM(folder)
+
+
+def test_a_killed_engine_is_started_again_with_the_same_options():
+    start = StartEngine("gpt2", EngineOptions(backend="torch", max_model_len=48))
+    info = SimpleNamespace(max_loras=0, max_lora_rank=0, kv_cache_memory_bytes=1 << 20)
+    assert start.again(info).options == start.options
 
 
 @pytest.mark.thorough

@@ -47,7 +47,7 @@ def run(folder, devices=1, **changes):
 
 
 def test_losses_are_those_of_torch(tmp_path):
-    """By FSDP over four devices; the rows are whole documents, so the module's own causal mask is the same."""
+    """Train by FSDP over four devices. Rows are whole documents, so the module's own causal mask is the same."""
     run(tmp_path, 4, mesh={"data": 1, "fsdp": 4})
     module, settings = gpt2(257), read(Pretrain, RECIPE)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.0)
