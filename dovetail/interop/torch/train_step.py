@@ -19,10 +19,12 @@ from dovetail.interop.torch.function import ModuleFunction
 from dovetail.interop.torch.recipe import specs_of
 from dovetail.interop.torch.state import from_tensor, load_arrays
 from dovetail.models.external import gathered
+from dovetail.ops.dispatch import compile_options
 
 if TYPE_CHECKING:
     import torch
 
+MANY = 1 << 16  # tokens of a step, for the compiler's options: the number is not known before the first batch
 INNER = "module."  # the names of the trained module's tensors in a _LossModule
 
 
@@ -86,7 +88,12 @@ class TorchStep:
         self.compute, self.seed, self.trains = compute_of(compute), seed, module.training
         self._specs = specs_of(module)
         self._apply = ModuleFunction(_loss_module(module, loss))
-        self._jitted = jax.jit(self._step, donate_argnums=0, out_shardings=(self.shardings, None))
+        self._jitted = jax.jit(
+            self._step,
+            donate_argnums=0,
+            out_shardings=(self.shardings, None),
+            compiler_options=compile_options(placement.platform, MANY),
+        )
 
     @functools.cached_property
     def shardings(self) -> TorchState:
