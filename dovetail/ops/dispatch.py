@@ -289,7 +289,15 @@ def quantized_kernel(
 
     A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result.
     """
-    return None  # no kernel reads packed weights yet
+    if form.name == "w8a8":
+        from dovetail.ops.quant.rounded import int8_matmul
+
+        return int8_matmul
+    if form.name == "fp8" and not form.group and (platform or jax.default_backend()) in NVIDIA and _has_fp8():
+        from dovetail.ops.quant.rounded import fp8_matmul
+
+        return fp8_matmul
+    return None
 
 
 def quantized_grouped_kernel(
@@ -358,6 +366,13 @@ def _is_hopper() -> bool:
 
 
 @functools.cache
+def _has_fp8() -> bool:
+    """Return whether the devices multiply fp8 numbers: compute capability 8.9 and later."""
+    found = [getattr(device, "compute_capability", "0.0") for device in jax.devices()]
+    return all(tuple(map(int, each.split("."))) >= (8, 9) for each in found)
+
+
+@functools.cache
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
@@ -390,7 +405,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("bidirectional attention", platform, _bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
-            ("quantised products", platform, "reference"),
+            ("quantised products", platform, _quantized(platform)),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),
@@ -410,6 +425,12 @@ def _block_mask(platform: str, q: Any) -> str:
     packed = choose_packed(platform, q, q, block_mask=True)
     paged = choose_paged(platform, q, 8, block_mask=True)
     return f"{packed} (packed), {paged} (paged)"
+
+
+def _quantized(platform: str) -> str:
+    """Return the products with quantised weights."""
+    fp8 = quantized_kernel(Format("fp8"), None, platform, None) is not None
+    return "xla for w8a8 and fp8, reference for others" if fp8 else "xla for w8a8, reference for others"
 
 
 def _products(few: Any, many: Any) -> str:

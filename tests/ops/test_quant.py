@@ -14,11 +14,12 @@ from gguf import GGMLQuantizationType, dequantize
 from dovetail.core.formats import BLOCKS, ROUNDED, Format, fitted
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import ParamSpec, Stored
-from dovetail.ops import moe
+from dovetail.ops import dispatch, moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, lookup, matmul, matmul_transposed, per_head
 from dovetail.ops.loss import cross_entropy
 from dovetail.ops.quant import weight
+from dovetail.ops.quant.rounded import fp8_matmul
 from dovetail.ops.quant.unpack import E2M1_VALUES, NF4_VALUES
 from dovetail.ops.quant.weight import Quantized, rounded
 
@@ -185,6 +186,32 @@ def test_dynamic_activations():
     rounded_x = np.round(x / np.where(steps == 0, 1, steps)[:, None]) * steps[:, None]
     np.testing.assert_allclose(got, rounded_x @ whole.T, rtol=1e-4, atol=1e-4)
     assert 0 < np.abs(got - exact).max() < 0.1
+
+
+def test_fp8_activations():
+    """Rounded to e4m3, each row by its greatest value; a gradient is that of the product with the array."""
+    w, x = packed("fp8", random(6, 96)), random(5, 96).at[2].set(0)
+    whole = np.asarray(dense(w))
+    got = np.asarray(jax.jit(lambda x, w: fp8_matmul(x, w, None))(x, w))
+    steps = np.abs(x).max(axis=1, keepdims=True) / 448
+    steps = np.where(steps == 0, 1, steps)
+    rounded_x = np.asarray(jnp.asarray(x / steps, jnp.float8_e4m3fn).astype(jnp.float32)) * steps
+    np.testing.assert_allclose(got, rounded_x @ whole.T, rtol=1e-4, atol=1e-4)
+    assert 0 < np.abs(got - np.asarray(x) @ whole.T).max() < 1.5
+
+    ours = jax.jit(jax.grad(lambda x: (fp8_matmul(x, w, None) ** 2).sum()))(x)
+    theirs = jax.grad(lambda x: ((x @ whole.T) ** 2).sum())(x)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+CARDS = [("cuda", True, fp8_matmul), ("cuda", False, None), ("cpu", True, None)]
+
+
+@pytest.mark.parametrize("platform, capability, kernel", CARDS)
+def test_fp8_products_need_a_card_that_has_them(monkeypatch, platform, capability, kernel):
+    monkeypatch.setattr(dispatch, "_has_fp8", lambda: capability)
+    assert dispatch.quantized_kernel(ROUNDED["fp8"], None, platform, None) is kernel
+    assert dispatch.quantized_kernel(ROUNDED["fp8_block"], None, platform, None) is None
 
 
 @pytest.mark.parametrize("width", [64, pytest.param(96, marks=pytest.mark.thorough)])

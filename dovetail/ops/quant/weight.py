@@ -69,12 +69,8 @@ class Quantized:
         kernel = quantized_kernel(self.format, rows, self.platform, self.placement)
         if kernel is not None:
             y = kernel(rows, self._as_matrix(), out_dtype)
-        elif self.format.name == "w8a8":
-            y = _int8_matmul(rows, self._as_matrix(), out_dtype)
         else:
-            y = jax.checkpoint(lambda x, w: _in_parts(w, lambda part: matmul(x, part, out_dtype=out_dtype)))(
-                rows, self._as_matrix()
-            )
+            y = self._as_matrix().unpacked_matmul(rows, out_dtype)
         return y.reshape(*rows.shape[:-1], *out)
 
     def matmul_transposed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -91,6 +87,11 @@ class Quantized:
         if kernel is not None:
             return kernel(rows, self, sizes)
         return jax.checkpoint(lambda rows, w: grouped(rows, w.dense(), sizes, platform))(rows, self)
+
+    def unpacked_matmul(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """Multiply x [..., in] by this matrix [out, in]: the reference, which unpacks a part of it at a time."""
+        product = lambda x, w: _in_parts(w, lambda part: matmul(x, part, out_dtype=out_dtype))  # noqa: E731
+        return jax.checkpoint(product)(x, self)
 
     def _as_matrix(self) -> Quantized:
         arrays = {name: x.reshape(-1, x.shape[-1]) for name, x in self.arrays.items()}
@@ -111,15 +112,6 @@ def _in_parts(weight: Quantized, product: Callable[[jax.Array], jax.Array]) -> j
     arrays = {name: x.reshape(count, rows // count, -1) for name, x in weight.arrays.items()}
     parts = jax.lax.map(lambda part: product(replace(weight, arrays=part).dense()), arrays)
     return jnp.moveaxis(parts, 0, -2).reshape(*parts.shape[1:-1], rows)
-
-
-def _int8_matmul(x: jax.Array, weight: Quantized, out_dtype: Any) -> jax.Array:
-    """Multiply with activations rounded to int8, each row of x by its own scale, and sums in int32."""
-    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True) / 127
-    codes = jnp.round(x.astype(jnp.float32) / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
-    sums = jnp.einsum("...d,fd->...f", codes, weight.arrays["codes"], preferred_element_type=jnp.int32)
-    y = sums.astype(jnp.float32) * scale * weight.arrays["scale"][:, 0].astype(jnp.float32)
-    return y.astype(out_dtype or x.dtype)
 
 
 # --- made from arrays and specs ---------------------------------------------------------------------------------------
