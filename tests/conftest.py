@@ -131,9 +131,9 @@ def optimised():
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs(request):
-    """Let the engines of tests/engine and tests/tune pad their steps to few shapes."""
+    """Let the engines of tests/engine, tests/serve and tests/tune pad their steps to few shapes."""
     room = request.path.relative_to(Path(__file__).parent).parts[0]
-    if room not in ("engine", "tune") or getattr(request.module, "EVERY_PROGRAM", False):
+    if room not in ("engine", "tune", "serve") or getattr(request.module, "EVERY_PROGRAM", False):
         yield
         return
     from dovetail.engine.build import CPU_SIZES

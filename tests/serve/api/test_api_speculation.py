@@ -60,7 +60,8 @@ def server(request, tmp_path_factory):
 
     async def engine():
         config = {"method": request.param, "num_speculative_tokens": 3}
-        options = EngineOptions(max_model_len=512, max_num_seqs=4, speculative_config=config)
+        sizes = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, max_decode_steps=1)
+        options = EngineOptions(**sizes, speculative_config=config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child, "COMMAND", (sys.executable, "-c", _ALWAYS))
             return await EngineClient.start(folder, options)
