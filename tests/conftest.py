@@ -21,6 +21,7 @@ import sys
 
 import ir_context
 import pytest
+from few_programs import FEW
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -125,6 +126,21 @@ def optimised():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", flags(8, quick=False))
         patch.setattr(compiler, "get_compile_options", with_defaults)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs(request):
+    """Let the engines of tests/engine, tests/serve and tests/tune pad their steps to few shapes."""
+    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    if room not in ("engine", "tune", "serve") or getattr(request.module, "EVERY_PROGRAM", False):
+        yield
+        return
+    from dovetail.engine.build import CPU_SIZES
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FEW.items():
+            patch.setitem(CPU_SIZES, name, value)
         yield
 
 

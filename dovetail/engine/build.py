@@ -57,6 +57,9 @@ from dovetail.plan.serve_memory import (
 if TYPE_CHECKING:
     from dovetail.interop.torch.language_model import TorchLanguageModel
 
+CPU_SIZES: dict[str, Any] = dict(  # fields of Buckets on a CPU, where padding costs time
+    few_rows=(1, 2), least_rows=8, least_tokens=LEAST_TOKENS, tokens_a_row=1024, halves=False, few_hidden=False,
+)  # fmt: skip
 TORCH_MAX_LEN = 4096  # default most tokens of a torch module's sequence: each decode step reads a cache of all of them
 TORCH_STEP_TOKENS = 512  # most prompt tokens of one of its steps
 
@@ -215,8 +218,7 @@ def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: A
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
         sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
     if device.platform == "cpu":
-        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=LEAST_TOKENS, tokens_a_row=1024)
-        sizes |= dict(halves=False, few_hidden=False)
+        sizes |= CPU_SIZES
     return sizes
 
 

@@ -18,6 +18,8 @@ from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
 from dovetail.plan.serve_memory import bytes_beside
 
+EVERY_PROGRAM = True
+
 GIB = 2**30
 
 

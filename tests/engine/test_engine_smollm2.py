@@ -16,6 +16,7 @@ from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 
 # 135 M parameters, compiled with all optimisations. `make test` asks the server's engine (tests/serve/api).
+EVERY_PROGRAM = True
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("optimised")]
 
 GREEDY = replace(LONGER, max_tokens=NEW)

@@ -19,6 +19,8 @@ from dovetail.engine.request.sequence import Request, Sequence
 from dovetail.engine.schedule.plan import PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.engine.schedule.step_time import STEP_SECONDS, Pace
 
+EVERY_PROGRAM = True
+
 LONG = replace(GREEDY, max_tokens=120)
 PROMPT = mixed_prompts(1, least=150, most=150)[0]
 

@@ -26,6 +26,7 @@ from dovetail.io.load import load
 from dovetail.models.decoder import forward
 from dovetail.plan.serve_memory import SLACK, num_pages, pool_bytes
 
+EVERY_PROGRAM = True
 pytestmark = pytest.mark.slow
 
 PROMPTS = mixed_prompts(6, most=60)

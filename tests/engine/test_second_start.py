@@ -27,6 +27,7 @@ from dovetail.plan import serve_memory
 from dovetail.plan.serve_memory import coarse_pages
 from dovetail.serve.remote.wire import EngineInfo, StartEngine
 
+EVERY_PROGRAM = True
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import few_programs
 import pytest
 from xla_flags import flags
 
@@ -19,6 +21,16 @@ def own_logging():
     root.handlers[:] = handlers
     root.setLevel(levels[0])
     package.setLevel(levels[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_programs():
+    """Let engine processes pad their steps to few shapes."""
+    from dovetail.serve.remote import child
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "COMMAND", (sys.executable, few_programs.__file__))
+        yield
 
 
 @pytest.fixture(scope="session")

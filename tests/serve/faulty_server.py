@@ -8,6 +8,9 @@ import builtins
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+from few_programs import APPLY
+
 from dovetail.serve.remote import child, process
 
 FILE = Path(sys.argv[1])
@@ -36,6 +39,7 @@ def run_engine(fd: int) -> None:
     make_faulty(Scheduler, "add")
     make_faulty(Scheduler, "schedule")
     make_faulty(Scheduler, "commit")
+    exec(APPLY)
     process.main(fd)
 
 

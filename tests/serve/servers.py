@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from few_programs import APPLY
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.interface import EngineDied, EngineStats
@@ -68,7 +69,7 @@ def _signal_when(condition: Callable[[], bool], event: threading.Event) -> None:
 
 
 # The engine's process, with a device that does not answer while a file exists, and is slow while FILE.slow exists.
-_HANGS = """
+_HANGS = f"""
 import pathlib, sys, time
 from dovetail.engine.engine import Engine
 from dovetail.serve.remote import process
@@ -83,6 +84,7 @@ def wait_and_step(self):
     return step(self)
 
 Engine.step = wait_and_step
+{APPLY}
 process.main(int(sys.argv[2]))
 """
 

@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 from data.conftest import CHATML, small_tokenizer
+from few_programs import APPLY
 from later import later
 from serve.servers import MODEL, running
 from tune.small_models import CONFIG
@@ -33,7 +34,7 @@ HI = [{"role": "user", "content": "the one and the other and the one and the oth
 ASK = dict(model=MODEL, messages=HI, temperature=0, max_tokens=48)
 
 # The engine's process, which speculates at every step and waits for the compiler, however fast the machine is.
-_ALWAYS = """
+_ALWAYS = f"""
 import sys
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.spec.draft_length import DraftLength
@@ -45,6 +46,7 @@ def ready(self, rows, drafts):
 
 Runner.drafts_ready = ready
 DraftLength.choose = lambda self, rows: self.choices[-1]
+{APPLY}
 process.main(int(sys.argv[1]))
 """
 
@@ -58,7 +60,8 @@ def server(request, tmp_path_factory):
 
     async def engine():
         config = {"method": request.param, "num_speculative_tokens": 3}
-        options = EngineOptions(max_model_len=512, max_num_seqs=4, speculative_config=config)
+        sizes = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, max_decode_steps=1)
+        options = EngineOptions(**sizes, speculative_config=config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child, "COMMAND", (sys.executable, "-c", _ALWAYS))
             return await EngineClient.start(folder, options)

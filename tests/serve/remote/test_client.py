@@ -29,6 +29,7 @@ from dovetail.serve.remote.wire import Delta
 pytestmark = pytest.mark.slow
 
 MODEL = "llama3.1"
+SIZES = OPTIONS | dict(max_decode_steps=1)
 PROMPTS = mixed_prompts(8, most=60)
 LONG = replace(GREEDY, max_tokens=180)
 SAMPLED = SamplingParams(temperature=1.2, seed=7, n=2, logprobs=3, max_tokens=12, ignore_eos=True)
@@ -41,7 +42,7 @@ class Harness:
     def __init__(self):
         self.runner = asyncio.Runner()
         self.engine: EngineClient = self.run(
-            EngineClient.start(reference(MODEL)[1], EngineOptions(**OPTIONS), limits=RestartLimits(backoff=0.05))
+            EngineClient.start(reference(MODEL)[1], EngineOptions(**SIZES), limits=RestartLimits(backoff=0.05))
         )
 
     def run(self, main):
@@ -55,7 +56,7 @@ class Harness:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return make_llm(MODEL)
+    return make_llm(MODEL, **SIZES)
 
 
 @pytest.fixture(scope="module")
