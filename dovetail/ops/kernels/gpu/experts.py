@@ -28,6 +28,7 @@ ROWS, INNER = 64, 64  # of a weight's tile in shared memory
 CHUNK = 8  # tokens that are stored at once
 MAX_TOKENS = 128  # of a tile
 SHARED = 100 * 1024  # bytes of a program: two share a multiprocessor, and one loads while the other one begins or ends
+ORDER = 1
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -41,6 +42,7 @@ def why_not_few(x: Any, params: dict, glu: Glu) -> str | None:
     return "exact GELU" if glu.kind == "gelu" else None
 
 
+@functools.partial(jax.jit, static_argnames="glu")  # layers of the same shape share one lowered function
 def few_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Glu) -> jax.Array:
     """Return [T, D], the weighted sum over each token's experts, of x [T, D], weights and chosen [T, k]."""
     arrange = all_tokens if len(x) <= CHUNK else sorted_tokens
@@ -69,7 +71,8 @@ def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
     flat = chosen.reshape(-1).astype(jnp.int32)
     if T * k <= E:  # a tile is the first pair of an expert
         pair = jnp.arange(T * k, dtype=jnp.int32)
-        tile = jnp.min(jnp.where(flat[:, None] == flat, pair, T * k), axis=1)
+        # the experts of one token are distinct
+        tile = pair if T == 1 else jnp.min(jnp.where(flat[:, None] == flat, pair, T * k), axis=1)
         expert, is_used = flat, tile == pair
     else:
         tile, expert = flat, jnp.arange(E, dtype=jnp.int32)
@@ -115,11 +118,13 @@ def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
 
 
 def _activate(glu: Glu, sums: list[jax.Array]) -> list[jax.Array]:
-    gate, up = sums
-    if glu.limit is not None:
-        return [glu(gate, up)]
-    gated = jax.nn.sigmoid(SLOPE * (gate + CUBE * gate**3) if glu.kind == "gelu_tanh" else gate)
-    return [gate * gated * up]
+    def one(gate: jax.Array, up: jax.Array) -> jax.Array:
+        if glu.limit is not None:
+            return glu(gate, up)
+        inner = SLOPE * (gate + CUBE * gate * gate * gate) if glu.kind == "gelu_tanh" else gate
+        return gate * jax.nn.sigmoid(inner) * up
+
+    return [one(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
 
 
 def _blocks(dim: int, N: int) -> int:
@@ -156,17 +161,18 @@ def product(
             _shared((stages, parts, ROWS, INNER), x.dtype),
             _shared((stages, tiles.N, INNER), x.dtype),
             _shared((blocks, tiles.N, ROWS), x.dtype),
+            plgpu.SMEM((parts, ROWS), x.dtype),
             plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
-            [ACC((ROWS, tiles.N), jnp.float32)] * parts,
+            plgpu.Barrier(num_arrivals=parts),
         )
         pl.when(table_ref[3, lax.axis_index("tile")] > 0)(scoped)
 
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((tiles.R, size), x.dtype),
-        grid=(tiles.table.shape[1], size // (ROWS * blocks)),
-        grid_names=("tile", "block"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(tiles.table.shape[1], size // (ROWS * blocks))[::ORDER],
+        grid_names=("tile", "block")[::ORDER],
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles.table, x, *ws, *biases)
 
 
@@ -177,11 +183,12 @@ def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _program(
     N: int, blocks: int, epilogue: Callable, reads: int, table_ref: Any, x_ref: Any, weights: Any, biases: Any, out_ref: Any,
-    tiles_w: Any, tiles_x: Any, results: Any, loaded: Any, sums: list,
+    tiles_w: Any, tiles_x: Any, results: Any, tiles_b: Any, loaded: Any, biases_loaded: Any,
 ) -> None:  # fmt: skip
     """Compute the rows of one block for one tile."""
     tile, block = lax.axis_index("tile"), lax.axis_index("block")
     expert, source, target, count = (table_ref[i, tile] for i in (0, reads, 2, 3))
+    source, target = (pl.multiple_of(row, CHUNK) for row in (source, target))
     stages, steps = tiles_w.shape[0], x_ref.shape[1] // INNER
     parts = [(w, pl.ds((block * blocks + i) * ROWS, ROWS)) for i in range(blocks) for w in range(len(weights))]
 
@@ -196,22 +203,28 @@ def _program(
 
     for step in range(stages - 1):
         fetch(step, step)
-
-    @pl.loop(0, steps)
-    def _(step: Any) -> None:
-        slot = slot_of(step)
-        plgpu.barrier_wait(loaded.at[slot])
-        for i, acc in enumerate(sums):
-            plgpu.wgmma(acc, tiles_w.at[slot, i], tiles_x.at[slot].transpose((1, 0)))
-        plgpu.wgmma_wait(len(sums))  # the previous step's are done: its slot is free
-        ahead = step + stages - 1
-        pl.when(ahead < steps)(lambda: fetch(ahead, slot_of(ahead)))
-
-    plgpu.wgmma_wait(0)
-    totals = [acc[...] for acc in sums]
     if biases:
+        for i, (w, rows) in enumerate(parts):
+            plgpu.copy_gmem_to_smem(biases[w].at[expert, rows], tiles_b.at[i], biases_loaded)
+
+    def multiply(sums: list) -> list:
+        @pl.loop(0, steps)
+        def _(step: Any) -> None:
+            slot = slot_of(step)
+            plgpu.barrier_wait(loaded.at[slot])
+            for i, acc in enumerate(sums):
+                plgpu.wgmma(acc, tiles_w.at[slot, i], tiles_x.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(len(sums))  # the previous step's are done: its slot is free
+            ahead = step + stages - 1
+            pl.when(ahead < steps)(lambda: fetch(ahead, slot_of(ahead)))
+
+        return [acc[...] for acc in sums]
+
+    totals = pl.run_scoped(multiply, [ACC((ROWS, N), jnp.float32) for _ in parts])
+    if biases:
+        plgpu.barrier_wait(biases_loaded)
         vector = plgpu.Layout.WGMMA.reduce(1)
-        added = [plgpu.load(biases[w], (expert, rows), layout=vector, optimized=False) for w, rows in parts]
+        added = [plgpu.layout_cast(tiles_b[i], vector) for i in range(len(parts))]
         spread = [lax.broadcast_in_dim(b.astype(jnp.float32), (ROWS, N), [0]) for b in added]
         totals = [total + b for total, b in zip(totals, spread, strict=True)]
     for i, out in enumerate(epilogue(totals)):
