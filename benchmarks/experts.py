@@ -21,7 +21,7 @@ import numpy as np
 
 from dovetail.ops import moe
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu.experts import few_experts
+from dovetail.ops.kernels.gpu.experts import few_token_experts
 
 LAYERS, CALLS = 8, 10
 BANDWIDTH = 4.17e12  # bytes per second that a copy reaches on an H200
@@ -100,7 +100,7 @@ def rows(name: str, tokens: list[int]):
     params = some_weights(s)
     runs = {
         "sorted": lambda x, w, c, p: moe._grouped(x, w, c, p, s.glu, "cuda"),
-        "kernel": lambda x, w, c, p: few_experts(x, w, c, p, s.glu),
+        "kernel": lambda x, w, c, p: few_token_experts(x, w, c, p, s.glu),
     }
     in_f32 = jax.jit(lambda x, w, c, p: moe.experts_reference(*jax.tree.map(_f32, (x, w)), c, jax.tree.map(_f32, p), s.glu))
     for T in tokens:

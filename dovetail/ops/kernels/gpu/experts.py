@@ -27,23 +27,28 @@ from dovetail.ops.glu import CUBE, SLOPE, Glu
 ROWS, INNER = 64, 64  # of a weight's tile in shared memory
 CHUNK = 8  # tokens that are stored at once
 MAX_TOKENS = 128  # of a tile
+FEW = 256  # tokens of a step, at most
 SHARED = 100 * 1024  # bytes of a program: two share a multiprocessor, and one loads while the other one begins or ends
 ORDER = 1
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def why_not_few(x: Any, params: dict, glu: Glu) -> str | None:
+def why_not_few_tokens(x: Any, params: dict, glu: Glu) -> str | None:
     """Return why the kernel cannot run, or None."""
     _, F, D = params["gate"].shape
-    if F % ROWS or D % ROWS:
+    if x.ndim != 2:  # of training: there is no gradient
+        return "x is not a matrix"
+    if len(x) > FEW:
+        return f"more than {FEW} tokens"
+    if not all(isinstance(a, jax.Array) and a.dtype == jnp.bfloat16 for a in (x, *params.values())):
+        return "not arrays of bf16"
+    if F % ROWS or D % ROWS:  # of a weight a whole tile is copied
         return f"dims of {D} and {F}, not multiples of {ROWS}"
-    if any(getattr(a, "dtype", None) != jnp.bfloat16 for a in (x, *params.values())):
-        return "not bf16"
-    return "exact GELU" if glu.kind == "gelu" else None
+    return "exact GELU" if glu.limit is None and glu.kind == "gelu" else None  # Mosaic has no erf
 
 
 @functools.partial(jax.jit, static_argnames="glu")  # layers of the same shape share one lowered function
-def few_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Glu) -> jax.Array:
+def few_token_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Glu) -> jax.Array:
     """Return [T, D], the weighted sum over each token's experts, of x [T, D], weights and chosen [T, k]."""
     arrange = all_tokens if len(x) <= CHUNK else sorted_tokens
     tiles = arrange(x, chosen, len(params["gate"]))
