@@ -248,6 +248,17 @@ def grouped_kernel(platform: str | None) -> Callable | None:
     return grouped_matmul
 
 
+def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
+    """Return the kernel from the routed tokens x [T, D] of a decode step to their outputs; None for grouped products."""
+    if not is_one_gpu(platform, placement) or not _is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.experts import few_token_experts, why_not_few_tokens
+
+    why = why_not_few_tokens(x, params, glu)
+    log_once("experts of few tokens", f"grouped products ({why})" if why else "mosaic")
+    return None if why else few_token_experts
+
+
 def choose_product(x: Any, w: Any) -> str:
     """Return the implementation of x [rows, in] times w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
     if why_not_ours(x, w):
@@ -406,12 +417,19 @@ def describe() -> list[tuple[str, str, str]]:
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("quantised products", platform, _quantized(platform)),
-            ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
+            ("experts", platform, _experts(platform)),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),
             ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])
+
+
+def _experts(platform: str) -> str:
+    """Return the products of experts, and those of few tokens where they are others."""
+    if platform not in NVIDIA:
+        return "ragged_dot"
+    return "triton; mosaic for few tokens" if _is_hopper() else "triton"
 
 
 def _bidirectional(platform: str, q: Any) -> str:

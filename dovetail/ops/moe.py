@@ -1,7 +1,7 @@
 """Dropless mixture of experts: every token reaches each expert it was routed to.
 
 `experts_reference` runs every expert on every token and keeps what was routed: exact and readable. `experts` sorts the
-(token, expert) pairs by expert and multiplies each group by its own weights. With experts split over a mesh axis each
+(token, expert) pairs by expert and multiplies each group by its own weights, or has a kernel for few tokens. With experts split over a mesh axis each
 device runs its own experts on the tokens of its row of devices, and the partial sums are added.
 
 T tokens, D model dim, E experts, F their width, k experts per token, M = T k.
@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
+from dovetail.ops.dispatch import experts_kernel
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
@@ -136,6 +137,9 @@ def experts(
         platform: It chooses the grouped matmul; None for jax's default.
     """
     chosen, weights = (a.reshape(*x.shape[:-1], -1) for a in (chosen, weights))
+    kernel = experts_kernel(x, params, glu, platform, placement)
+    if kernel:
+        return kernel(x, weights, chosen, params, glu)
     if placement is None or placement.mesh.size == 1:
         return _flat(x, weights, chosen, params, glu, platform)
     return _sharded(x, weights, chosen, params, glu, platform, placement)
