@@ -1,9 +1,9 @@
 """Grouped matmul for Hopper (Pallas, Mosaic GPU): each group of rows by its own weights, forward and backward.
 
 The grid is one program per multiprocessor, which computes tiles of the output one after another. In a program, one
-warpgroup copies blocks of both operands to shared memory (TMA), ahead of two that multiply them (wgmma), each for half of
-the tile's rows. A tile has rows of one group. It begins at a multiple of `ALIGNED` rows, as copies must, so that it may
-begin and end with rows of other groups: they are computed and not stored, or set to zero where they are summed over.
+warpgroup copies blocks of both operands to shared memory (TMA), ahead of two that multiply them (wgmma), each for half
+of the tile's rows. A tile has rows of one group. It begins at a multiple of `ALIGNED` rows, as copies must, so that it
+may begin and end with rows of other groups: they are computed and not stored, or set to zero where they are summed.
 
 M rows, sorted by group, E groups, K input dim, N output dim, I tiles of rows.
 """
@@ -105,8 +105,7 @@ def rows_product(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: Tiles | None = None
 ) -> jax.Array:
     """Multiply x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
-    M, K = x.shape
-    N = w.shape[1 if transposed else 2]
+    M, N = len(x), w.shape[1 if transposed else 2]
     t = tiles or default_tiles(N)
     block = (t.cols, INNER) if transposed else (INNER, t.cols)
     shared = [_shared((t.stages, ROWS, INNER), x.dtype), _shared((t.stages, *block), w.dtype)]
@@ -326,6 +325,8 @@ def _run(num_tiles: Any, load: Callable, compute: Callable, released: Any) -> No
     def _load() -> None:
         plgpu.set_max_registers(40, action="decrease")
         over(load)
+        for stage in range(released.shape[0]):  # nothing arrives at a barrier of a program that has ended
+            plgpu.barrier_wait(released.at[stage])
 
 
 def _load(sources: Callable, steps: jax.Array, at: jax.Array, loaded: Any, released: Any) -> jax.Array:
