@@ -239,13 +239,31 @@ def layer_norm_kernel(placement: Placement | None) -> Callable | None:
     return add_layer_norm
 
 
-def grouped_kernel(platform: str | None) -> Callable | None:
-    """Return the grouped matmul; None for XLA's, which on a GPU would run every expert on every row."""
-    if (platform or jax.default_backend()) not in NVIDIA:
-        return None
-    from dovetail.ops.kernels.gpu.grouped import grouped_matmul
+def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
+    """Return the product of rows [M, in], in groups, with w [E, out, in]: 'mosaic' (Hopper), 'triton' or 'xla'.
 
-    return grouped_matmul
+    XLA's would run every expert on every row on a GPU.
+    """
+    if (platform or jax.default_backend()) not in NVIDIA:
+        return "xla"
+    if not _is_hopper() or rows.dtype != w.dtype:
+        return "triton"
+    from dovetail.ops.kernels.gpu.grouped_hopper import why_not_hopper
+
+    return "triton" if why_not_hopper(len(rows), *w.shape[1:], w.dtype) else "mosaic"
+
+
+def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
+    """Return the grouped matmul; None for XLA's."""
+    name = choose_grouped(platform, rows, w)
+    if name == "xla":
+        return None
+    if name == "mosaic":
+        from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmul as kernel
+    else:
+        from dovetail.ops.kernels.gpu.grouped import grouped_matmul as kernel
+    log_once("experts", name)
+    return kernel
 
 
 def choose_product(x: Any, w: Any) -> str:
@@ -391,12 +409,21 @@ def describe() -> list[tuple[str, str, str]]:
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("quantised products", platform, "reference"),
-            ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
+            ("experts", platform, _experts(platform)),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),
             ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])
+
+
+def _experts(platform: str) -> str:
+    """Return the grouped product of experts with usual dims."""
+    rows, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 2048), (64, 1024, 2048)))
+    name = choose_grouped(platform, rows, w)
+    return {"xla": "ragged_dot", "mosaic": "mosaic; triton for f32 and dims that are not multiples of 64"}.get(
+        name, name
+    )
 
 
 def _bidirectional(platform: str, q: Any) -> str:

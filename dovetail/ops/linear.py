@@ -129,7 +129,7 @@ def grouped(rows: jax.Array, w: Any, sizes: jax.Array, platform: str | None = No
     """
     if not isinstance(w, ARRAYS):
         return cast(Weight, w).grouped(rows, sizes, platform)
-    kernel = grouped_kernel(platform)
+    kernel = grouped_kernel(platform, rows, w)
     return kernel(rows, w, sizes) if kernel else lax.ragged_dot_general(rows, jnp.asarray(w), sizes, _PER_GROUP)
 
 
