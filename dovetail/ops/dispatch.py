@@ -266,6 +266,16 @@ def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
     return kernel
 
 
+def grouped_each_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
+    """Return the grouped matmul with several weights of the shape of w, whose gradient to the rows is one kernel."""
+    if choose_grouped(platform, rows, w) != "mosaic":
+        return None
+    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmuls
+
+    log_once("experts", "mosaic")
+    return grouped_matmuls
+
+
 def choose_product(x: Any, w: Any) -> str:
     """Return the implementation of x [rows, in] times w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
     if why_not_ours(x, w):

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
 from dovetail.ops.glu import Glu
-from dovetail.ops.linear import grouped, matmul, per_head
+from dovetail.ops.linear import grouped, grouped_each, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
 
 ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
@@ -158,18 +158,19 @@ def _grouped(
     back, sizes = _positions(group, num_experts)
     order = jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
-    share = weights.reshape(-1)[order][:, None]  # f32
+    share = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
-    def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = checkpoint_name(grouped(inputs, params[name], sizes, platform), "product")
+    def finish(product: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
+        y = checkpoint_name(product, "product")
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
     rows = _deal(x, order, back, k)
-    hidden = glu(apply(rows, "gate"), apply(rows, "up"))
+    gate, up = grouped_each(rows, (params["gate"], params["up"]), sizes, platform)
+    hidden = glu(finish(gate, "gate"), finish(up, "up"))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
     hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
-    out = apply(hidden, "down", bias_share * share)
+    out = finish(grouped(hidden, params["down"], sizes, platform), "down", bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
     return _collect(out, order, back, k)
@@ -178,18 +179,20 @@ def _grouped(
 def _positions(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """Return the place of each element if they are sorted by group, stably, and the sizes of the groups.
 
-    Elements of `num_groups` come last, in no group. They are counted, in blocks, which takes a fraction of the time of
-    a sort on an accelerator.
+    Elements of `num_groups` come last, in no group. They are counted, by blocks: on an accelerator that takes a fraction
+    of the time of a sort.
     """
     block = min(256, len(group))
-    padded = jnp.pad(group, (0, -len(group) % block), constant_values=num_groups).reshape(-1, block)
-    is_of = padded[..., None] == jnp.arange(num_groups + 1)  # [blocks, block, groups]
-    earlier = jnp.tri(block, k=-1, dtype=jnp.bfloat16)
-    rank = jnp.einsum("ij,bje->bie", earlier, is_of.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    counts = is_of.sum(axis=1, dtype=jnp.int32)
+    blocks = jnp.pad(group, (0, -len(group) % block), constant_values=num_groups).reshape(-1, block)
+    alike = (blocks[:, :, None] == blocks[:, None, :]) & jnp.tri(block, k=-1, dtype=bool)
+    rank = alike.sum(axis=-1, dtype=jnp.int32)  # of an element among those of its group in its block
+    counts = (blocks[..., None] == jnp.arange(num_groups + 1)).sum(axis=1, dtype=jnp.int32)  # [blocks, groups]
+    # no more than 256 each, which is exact in bf16, summed in f32
+    earlier = jnp.tri(len(blocks), k=-1, dtype=jnp.bfloat16)
+    before = jnp.einsum("ij,je->ie", earlier, counts.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     sizes = counts.sum(axis=0)
-    before = jnp.cumsum(counts, axis=0) - counts + jnp.cumsum(sizes) - sizes  # [blocks, groups]
-    place = jnp.where(is_of, rank.astype(jnp.int32) + before[:, None], 0).sum(axis=-1, dtype=jnp.int32)
+    firsts = before.astype(jnp.int32) + jnp.cumsum(sizes) - sizes
+    place = rank + jnp.take_along_axis(firsts, blocks, axis=1)
     return place.reshape(-1)[: len(group)], sizes[:num_groups]
 
 
@@ -214,6 +217,8 @@ def _deal_forward(x, order, back, k):
 
 
 def _deal_backward(k, saved, g):
+    # XLA would compute a sum over columns, the gradient of the routers' weights, inside of the gather: a thread per row
+    g = lax.optimization_barrier(g) if g.shape[-1] == 1 else g
     return _collect(g, *saved, k), None, None
 
 
