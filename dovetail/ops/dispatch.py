@@ -276,6 +276,15 @@ def grouped_each_kernel(platform: str | None, rows: Any, w: Any) -> Callable | N
     return grouped_matmuls
 
 
+def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
+    """Return the kernel that gathers `rows` whole rows of x [T, D], on Hopper; None for XLA's gather."""
+    if (platform or jax.default_backend()) not in NVIDIA or not _is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.gather import gather_rows, why_not_gather
+
+    return None if why_not_gather(rows, x.shape[1], x.dtype) else gather_rows
+
+
 def choose_product(x: Any, w: Any) -> str:
     """Return the implementation of x [rows, in] times w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
     if why_not_ours(x, w):

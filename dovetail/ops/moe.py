@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
+from dovetail.ops.dispatch import gather_kernel
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, grouped_each, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
@@ -158,14 +159,14 @@ def _grouped(
     back, sizes = _positions(group, num_experts)
     order = jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
-    share = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
+    share = _deal(weights.reshape(-1, 1), order, back, 1, platform)  # f32
 
     def finish(product: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
         y = checkpoint_name(product, "product")
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
-    rows = _deal(x, order, back, k)
+    rows = _deal(x, order, back, k, platform)
     gate, up = grouped_each(rows, (params["gate"], params["up"]), sizes, platform)
     hidden = glu(finish(gate, "gate"), finish(up, "up"))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
@@ -173,14 +174,14 @@ def _grouped(
     out = finish(grouped(hidden, params["down"], sizes, platform), "down", bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
-    return _collect(out, order, back, k)
+    return _collect(out, order, back, k, platform)
 
 
 def _positions(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """Return the place of each element if they are sorted by group, stably, and the sizes of the groups.
 
-    Elements of `num_groups` come last, in no group. They are counted, by blocks: on an accelerator that takes a fraction
-    of the time of a sort.
+    Elements of `num_groups` come last, in no group. They are counted, by blocks: a sort takes longer on an
+    accelerator.
     """
     block = min(256, len(group))
     blocks = jnp.pad(group, (0, -len(group) % block), constant_values=num_groups).reshape(-1, block)
@@ -196,38 +197,39 @@ def _positions(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]
     return place.reshape(-1)[: len(group)], sizes[:num_groups]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _deal(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _deal(x: jax.Array, order: jax.Array, back: jax.Array, k: int, platform: str | None) -> jax.Array:
     """Return each row of x k times, in `order`, of which `back` is the inverse.
 
     The backward pass gathers too, by `back`, and sums in f32: the one that jax derives is a scatter that adds row by
     row and rounds each time.
     """
-    return x[order // k]
+    gather = gather_kernel(platform, len(order), x)
+    return gather(x, order // k) if gather else x[order // k]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _collect(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _collect(x: jax.Array, order: jax.Array, back: jax.Array, k: int, platform: str | None) -> jax.Array:
     """Return the sums of the k rows that `_deal` made of each row."""
     return x[back].reshape(-1, k, x.shape[-1]).sum(axis=1)
 
 
-def _deal_forward(x, order, back, k):
-    return _deal(x, order, back, k), (order, back)
+def _deal_forward(x, order, back, k, platform):
+    return _deal(x, order, back, k, platform), (order, back)
 
 
-def _deal_backward(k, saved, g):
+def _deal_backward(k, platform, saved, g):
     # XLA would compute a sum over columns, the gradient of the routers' weights, inside of the gather: a thread per row
     g = lax.optimization_barrier(g) if g.shape[-1] == 1 else g
-    return _collect(g, *saved, k), None, None
+    return _collect(g, *saved, k, platform), None, None
 
 
-def _collect_forward(x, order, back, k):
-    return _collect(x, order, back, k), (order, back)
+def _collect_forward(x, order, back, k, platform):
+    return _collect(x, order, back, k, platform), (order, back)
 
 
-def _collect_backward(k, saved, g):
-    return _deal(g, *saved, k), None, None
+def _collect_backward(k, platform, saved, g):
+    return _deal(g, *saved, k, platform), None, None
 
 
 _deal.defvjp(_deal_forward, _deal_backward)
