@@ -102,7 +102,9 @@ def rows(name: str, tokens: list[int]):
         "sorted": lambda x, w, c, p: moe._grouped(x, w, c, p, s.glu, "cuda"),
         "kernel": lambda x, w, c, p: few_token_experts(x, w, c, p, s.glu),
     }
-    in_f32 = jax.jit(lambda x, w, c, p: moe.experts_reference(*jax.tree.map(_f32, (x, w)), c, jax.tree.map(_f32, p), s.glu))
+    in_f32 = jax.jit(
+        lambda x, w, c, p: moe.experts_reference(*jax.tree.map(_f32, (x, w)), c, jax.tree.map(_f32, p), s.glu)
+    )
     for T in tokens:
         x = jax.random.normal(jax.random.key(T), (T, s.dim), jnp.bfloat16)
         weights, chosen = some_choices(s, T)
@@ -129,7 +131,9 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, nargs="+", default=list(SHAPES)[:4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
     args = parser.parse_args()
-    print(f"{'model':18} {'T':>5} {'floor us':>8} {'sorted us':>9} {'share':>6} {'error':>9} {'kernel us':>9} share error")
+    print(
+        f"{'model':18} {'T':>5} {'floor us':>8} {'sorted us':>9} {'share':>6} {'error':>9} {'kernel us':>9} share error"
+    )
     for name in args.model:
         for line in rows(name, args.tokens):
             print(line, flush=True)

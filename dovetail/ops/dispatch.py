@@ -239,13 +239,50 @@ def layer_norm_kernel(placement: Placement | None) -> Callable | None:
     return add_layer_norm
 
 
-def grouped_kernel(platform: str | None) -> Callable | None:
-    """Return the grouped matmul; None for XLA's, which on a GPU would run every expert on every row."""
-    if (platform or jax.default_backend()) not in NVIDIA:
-        return None
-    from dovetail.ops.kernels.gpu.grouped import grouped_matmul
+def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
+    """Return the product of rows [M, in], in groups, with w [E, out, in]: 'mosaic' (Hopper), 'triton' or 'xla'.
 
-    return grouped_matmul
+    XLA's would run every expert on every row on a GPU.
+    """
+    if (platform or jax.default_backend()) not in NVIDIA:
+        return "xla"
+    if not _is_hopper() or rows.dtype != w.dtype:
+        return "triton"
+    from dovetail.ops.kernels.gpu.grouped_hopper import why_not_hopper
+
+    return "triton" if why_not_hopper(len(rows), *w.shape[1:], w.dtype) else "mosaic"
+
+
+def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
+    """Return the grouped matmul; None for XLA's."""
+    name = choose_grouped(platform, rows, w)
+    if name == "xla":
+        return None
+    if name == "mosaic":
+        from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmul as kernel
+    else:
+        from dovetail.ops.kernels.gpu.grouped import grouped_matmul as kernel
+    log_once("experts", name)
+    return kernel
+
+
+def grouped_each_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
+    """Return the grouped matmul with several weights of the shape of w, whose gradient to the rows is one kernel."""
+    if choose_grouped(platform, rows, w) != "mosaic":
+        return None
+    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmuls
+
+    log_once("experts", "mosaic")
+    return grouped_matmuls
+
+
+def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
+    """Return the kernel that gathers `rows` whole rows of x [T, D], on Hopper; None for XLA's gather."""
+    if (platform or jax.default_backend()) not in NVIDIA or not _is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.gather import gather_rows, why_not_gather
+
+    return None if why_not_gather(rows, x.shape[1], x.dtype) else gather_rows
 
 
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
@@ -426,10 +463,12 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 def _experts(platform: str) -> str:
-    """Return the products of experts, and those of few tokens where they are others."""
-    if platform not in NVIDIA:
-        return "ragged_dot"
-    return "triton; mosaic for few tokens" if _is_hopper() else "triton"
+    """Return the grouped product of experts with usual dims."""
+    rows, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 2048), (64, 1024, 2048)))
+    name = choose_grouped(platform, rows, w)
+    return {"xla": "ragged_dot", "mosaic": "mosaic; triton for f32 and dims that are not multiples of 64"}.get(
+        name, name
+    )
 
 
 def _bidirectional(platform: str, q: Any) -> str:

@@ -127,7 +127,7 @@ def flat_reference(x, weights, chosen, params, glu):
 )
 @pytest.mark.thorough
 def test_experts_by_the_kernel_equal_the_reference(monkeypatch, axes):
-    monkeypatch.setattr(linear, "grouped_kernel", lambda platform: interpreted)
+    monkeypatch.setattr(linear, "grouped_kernel", lambda *_: interpreted)
     placement = Placement(make_mesh(axes), TRAIN) if axes else None
     ours = outputs_and_gradients(functools.partial(moe.experts, placement=placement))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), ours, outputs_and_gradients(flat_reference))
@@ -148,7 +148,7 @@ def test_a_device_computes_its_own_tokens(monkeypatch, axes, tokens_a_device):
         seen.append(len(x))
         return ragged(x, w, sizes)
 
-    monkeypatch.setattr(linear, "grouped_kernel", lambda platform: multiply)
+    monkeypatch.setattr(linear, "grouped_kernel", lambda *_: multiply)
     placement = Placement(make_mesh(axes), TRAIN)
     ours = outputs_and_gradients(functools.partial(moe.experts, placement=placement))
     assert set(seen) == {tokens_a_device * TOP}

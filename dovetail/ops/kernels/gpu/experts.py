@@ -240,7 +240,5 @@ def _program(
         columns = pl.ds((block * blocks + i) * ROWS, ROWS)
         for row in range(0, N, CHUNK):
             into = out_ref.at[pl.ds(target + row, CHUNK), columns]
-            pl.when(row < count)(
-                functools.partial(plgpu.copy_smem_to_gmem, results.at[i, pl.ds(row, CHUNK)], into)
-            )
+            pl.when(row < count)(functools.partial(plgpu.copy_smem_to_gmem, results.at[i, pl.ds(row, CHUNK)], into))
     plgpu.wait_smem_to_gmem(0)

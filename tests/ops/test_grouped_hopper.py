@@ -1,0 +1,85 @@
+"""The grouped products for Hopper: lowered for a GPU, interpreted where jax can, and chosen where they run."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from dovetail.ops import dispatch
+from dovetail.ops.kernels.gpu import grouped_hopper as kernel
+
+M, N, K, E = 256, 128, 128, 3
+SIZES = {"uneven": [77, 0, 179], "rows in no group": [3, 128, 50]}
+INTERPRETS = jax.__version_info__ >= (0, 11, 2)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
+
+
+def ragged(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    product = lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=jnp.float32)
+    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], product, 0).astype(x.dtype)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of jax < 0.11.2 knows no transposed operands")
+@pytest.mark.parametrize("kind", SIZES)
+def test_product_and_gradients_equal_ragged_dot(monkeypatch, kind):
+    interpret = kernel.plgpu.InterpretGPUParams()
+    monkeypatch.setattr(kernel.plgpu, "kernel", functools.partial(kernel.plgpu.kernel, interpret=interpret))
+    monkeypatch.setattr(kernel, "PROGRAMS", 2)
+    x, w, dy, sizes = normal(0, M, K), normal(1, E, N, K), normal(2, M, N), jnp.asarray(SIZES[kind], jnp.int32)
+
+    def outputs(multiply):
+        y, back = jax.vjp(lambda x, w: multiply(x, w, sizes), x, w)
+        return y, *back(dy)
+
+    for a, b in zip(outputs(kernel.grouped_matmul), outputs(ragged), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.3)
+
+
+@pytest.mark.parametrize("kind", [*SIZES, "no rows at all"])
+def test_tiles_cover_the_rows_of_each_group_once(kind):
+    sizes = SIZES.get(kind, [0, 0, 0])
+    group, first, start, end, count = (np.asarray(a) for a in kernel.tiles_of(jnp.asarray(sizes, jnp.int32), M))
+    seen = np.full(M, -1)
+    for i in range(count[0]):
+        assert first[i] % kernel.ALIGNED == 0
+        rows = np.arange(start[i], min(end[i], first[i] + kernel.ROWS))
+        assert (seen[rows] == -1).all()
+        seen[rows] = group[i]
+    np.testing.assert_array_equal(seen, np.repeat(np.arange(E + 1), [*sizes, M - sum(sizes)]))
+
+
+@pytest.mark.parametrize("dims", [(1024, 512), (2880, 192)], ids=str)
+def test_lowers_for_a_gpu(dims):
+    x, w = jax.ShapeDtypeStruct((512, dims[1]), jnp.bfloat16), jax.ShapeDtypeStruct((4, *dims), jnp.bfloat16)
+    run = jax.grad(lambda x, w, sizes: jnp.sum(kernel.grouped_matmul(x, w, sizes) ** 2), (0, 1))
+    traced = jax.jit(run).trace(x, w, jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "dims", "dtype", "name"),
+    [
+        (4096, (1024, 2048), jnp.bfloat16, "mosaic"),
+        (4096, (2880, 2880), jnp.bfloat16, "mosaic"),
+        (4096, (1024, 2048), jnp.float32, "triton"),
+        (4096, (1024, 360), jnp.bfloat16, "triton"),
+        (4095, (1024, 2048), jnp.bfloat16, "triton"),
+    ],
+)
+def test_the_kernels_are_chosen_where_they_run(monkeypatch, rows, dims, dtype, name):
+    x, w = jax.ShapeDtypeStruct((rows, dims[1]), dtype), jax.ShapeDtypeStruct((4, *dims), dtype)
+    assert dispatch.choose_grouped("cuda", x, w) == "triton"  # no Hopper here
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    assert dispatch.choose_grouped("cuda", x, w) == name
+    assert dispatch.choose_grouped("tpu", x, w) == "xla"
