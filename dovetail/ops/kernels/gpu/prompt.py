@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.paged import tiles_of
 
 GROUPS, ROWS = 2, 64  # warpgroups that compute, and the rows of each
 KEYS = 128  # of a block
+ALIGNED = 8  # rows of a tile in shared memory: copies begin at multiples of it
 STAGES = 2  # blocks of keys, and of values, in shared memory
 MULTIPROCESSORS = 132  # of an H100 and an H200
 HIDDEN = -1e30  # a score without weight: not -inf, whose difference to itself is NaN
@@ -44,27 +44,43 @@ class Shape(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    interpreted: bool
 
     @property
     def tokens(self) -> int:
         """Return the tokens of a warpgroup."""
         return ROWS // self.heads
 
+    def rows_of(self, item: Item, group: Any) -> Any:
+        """Return the tokens of a warpgroup."""
+        return pl.ds(pl.multiple_of(item.first + group * self.tokens, ALIGNED), self.tokens)
+
+    def columns_of(self, item: Item, head: int) -> Any:
+        """Return the columns of a head in q and in the output, [T, N * H]."""
+        return pl.ds(pl.multiple_of((item.head * self.heads + head) * self.dim, self.dim), self.dim)
+
+    def cast(self, x: jax.Array) -> jax.Array:
+        """Return a matrix, or a vector of its rows, in the registers in which a product leaves it."""
+        if self.interpreted:  # the interpreter has no layouts
+            return x
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1))
+
 
 class Item(NamedTuple):
-    """Hold a work item: the tile's sequence, first token, count of tokens, position of the first, and the keys."""
+    """Hold a work item: a tile and some of its heads."""
 
-    head: Any
+    head: Any  # of the N / W
     seq: Any
-    first: Any
-    count: Any
-    position: Any
-    length: Any
+    first: Any  # token of the tile: a multiple of ALIGNED, so that it may belong to the sequence before
+    low: Any  # the tile's own tokens are those from `low` to below `high`
+    high: Any
+    position: Any  # of the first token, negative if it belongs to the sequence before
+    length: Any  # of the sequence
 
     def blocks(self, window: int | None) -> tuple[Any, Any]:
         """Return the first block of keys and the one after the last."""
         begin = lax.div(jnp.maximum(self.position - window + 1, 0), KEYS) if window else jnp.int32(0)
-        return begin, lax.div(self.position + self.count + KEYS - 1, KEYS)
+        return begin, lax.div(self.position + self.high + KEYS - 1, KEYS)
 
 
 def why_not_prompt(q: Any, kv_heads: int, page: int, block_mask: bool) -> str | None:
@@ -76,8 +92,8 @@ def why_not_prompt(q: Any, kv_heads: int, page: int, block_mask: bool) -> str | 
         return f"heads of {H} dims, not 64 or 128"
     if page % 8 or (KEYS % page and page % KEYS):
         return f"pages of {page} tokens"
-    if T < ROWS:
-        return f"{T} tokens, fewer than {ROWS}"
+    if T < ROWS or T % ALIGNED:
+        return f"{T} tokens, not a multiple of {ALIGNED} from {ROWS} on"
     return "a block mask" if block_mask else None
 
 
@@ -98,9 +114,9 @@ def paged_attention(
     K = pages.shape[2] // 2
     W = math.gcd(N // K, 8)
     scale = scale * LOG2E if softcap is None else scale / softcap
-    shape = Shape(W, N // W, N // K // W, H, pages.shape[1], scale, window, softcap)
+    shape = Shape(W, N // W, N // K // W, H, pages.shape[1], scale, window, softcap, bool(interpret))
     tiles = _sorted_tiles(ctx, T, GROUPS * shape.tokens)
-    given = [] if sinks is None else [jnp.repeat(sinks.astype(jnp.float32) * LOG2E, shape.tokens).reshape(-1, ROWS)]
+    given = [] if sinks is None else [sinks.astype(jnp.float32)]
     programs = programs or _multiprocessors()
     kernel = plgpu.kernel(
         functools.partial(_entry, shape=shape, dtype=q.dtype, programs=programs),
@@ -121,11 +137,20 @@ def _multiprocessors() -> int:
 
 
 def _sorted_tiles(ctx: Paged, num_tokens: int, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return tiles [I, 5] with the most keys first, and how many there are, [1]."""
-    seq, first, count, position = tiles_of(ctx, num_tokens, tokens)
-    order = jnp.argsort(jnp.where(count > 0, -(position + count), 1))
-    tiles = jnp.stack([seq, first, count, position, ctx.kv_lens[seq]], axis=1).astype(jnp.int32)
-    return tiles[order], (count > 0).sum(dtype=jnp.int32)[None]
+    """Return the tiles [I, 6] of `Item`, those with the most keys first, and how many there are, [1]."""
+    num_seqs = ctx.kv_lens.shape[0]
+    starts, exists = ctx.cu_q_lens[:-1], jnp.arange(num_seqs) < ctx.num_seqs[0]
+    lengths = jnp.where(exists, jnp.diff(ctx.cu_q_lens), 0)
+    aligned = starts // ALIGNED * ALIGNED
+    ends = jnp.cumsum(jnp.where(lengths > 0, -(-(starts - aligned + lengths) // tokens), 0))
+    tile = jnp.arange(num_tokens // tokens + num_seqs + -(-num_seqs * ALIGNED // tokens), dtype=jnp.int32)
+    seq = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_seqs - 1)
+    first = aligned[seq] + (tile - jnp.where(seq > 0, ends[seq - 1], 0)) * tokens
+    low, high = jnp.maximum(starts[seq] - first, 0), jnp.minimum(starts[seq] + lengths[seq] - first, tokens)
+    position = ctx.kv_lens[seq] - lengths[seq] + first - starts[seq]
+    order = jnp.argsort(jnp.where(tile < ends[-1], -(position + high), 1))
+    tiles = jnp.stack([seq, first, low, high, position, ctx.kv_lens[seq]], axis=1).astype(jnp.int32)
+    return tiles[order], ends[-1:].astype(jnp.int32)
 
 
 class Buffers(NamedTuple):
@@ -193,7 +218,7 @@ def _run(inputs: list, out_ref: Any, buffers: Buffers, barriers: Barriers, *, sh
     def item(turn: Any) -> Item:
         at = jnp.minimum(place(turn), items - 1)
         tile = lax.div(at, shape.groups)
-        return Item(lax.rem(at, shape.groups), *(tiles_ref[tile, i] for i in range(5)))
+        return Item(lax.rem(at, shape.groups), *(tiles_ref[tile, i] for i in range(6)))
 
     def each(body: Any) -> None:
         """Call body(item, steps before it) for each item; the next item is read meanwhile."""
@@ -224,6 +249,10 @@ def _run(inputs: list, out_ref: Any, buffers: Buffers, barriers: Barriers, *, sh
     def _load() -> None:
         plgpu.set_max_registers(40, action="decrease")
         each(functools.partial(_fetch, tables_ref, q_ref, pages_ref, buffers, barriers, shape))
+        plgpu.barrier_wait(barriers.queries_released)  # each phase is waited for
+        for barrier in (barriers.keys_released, barriers.values_released):
+            for slot in range(STAGES):
+                plgpu.barrier_wait(barrier.at[slot])
 
 
 def _fetch(
@@ -233,7 +262,7 @@ def _fetch(
     """Load the queries and pages of an item as their buffers are released."""
     rows = min(KEYS, shape.page)
     begin, end = item.blocks(shape.window)
-    last = item.position + item.count - 1
+    last = item.position + item.high - 1
     column = lax.div(item.head, shape.shared) * (2 * shape.dim)
 
     def pages_of(block: Any) -> list[Any]:
@@ -246,8 +275,7 @@ def _fetch(
     plgpu.barrier_wait(barriers.queries_released)
     for group in range(GROUPS):
         for head in range(shape.heads):
-            tokens = pl.ds(item.first + group * shape.tokens, shape.tokens)
-            source = q_ref.at[tokens, pl.ds((item.head * shape.heads + head) * shape.dim, shape.dim)]
+            source = q_ref.at[shape.rows_of(item, group), shape.columns_of(item, head)]
             target = buffers.queries.at[group, pl.ds(head * shape.tokens, shape.tokens)]
             plgpu.copy_gmem_to_smem(source, target, barriers.queries_loaded)
 
@@ -262,7 +290,8 @@ def _fetch(
         ):
             plgpu.barrier_wait(released.at[slot])
             for part, place in enumerate(places):
-                source = pages_ref.at[pl.ds(place, rows), pl.ds(column + which * shape.dim, shape.dim)]
+                columns = pl.ds(pl.multiple_of(column + which * shape.dim, shape.dim), shape.dim)
+                source = pages_ref.at[pl.ds(pl.multiple_of(place, rows), rows), columns]
                 plgpu.copy_gmem_to_smem(source, buffer.at[slot, pl.ds(part * rows, rows)], loaded.at[slot])
         return following
 
@@ -276,14 +305,17 @@ def _attend(
     group = lax.axis_index("group")
     begin, end = item.blocks(shape.window)
     position = item.position + group * shape.tokens  # of the warpgroup's first token
-    vector = plgpu.Layout.WGMMA.reduce(1)
-    out = plgpu.layout_cast(jnp.zeros((ROWS, shape.dim), jnp.float32), plgpu.Layout.WGMMA)
+    out = shape.cast(jnp.zeros((ROWS, shape.dim), jnp.float32))
     if sinks:  # a sink takes a share of the softmax and has no value
-        top = plgpu.load(sinks[0].at[item.head], (), layout=vector, optimized=False)
-        total = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), vector)
+        row = shape.cast(lax.iota(jnp.int32, ROWS))
+        top = shape.cast(jnp.zeros((ROWS,), jnp.float32))
+        for head in range(shape.heads):
+            logit = sinks[0][item.head * shape.heads + head] * LOG2E
+            top = jnp.where(row >= head * shape.tokens, logit, top)
+        total = shape.cast(jnp.ones((ROWS,), jnp.float32))
     else:
-        top = plgpu.layout_cast(jnp.full((ROWS,), HIDDEN, jnp.float32), vector)
-        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), vector)
+        top = shape.cast(jnp.full((ROWS,), HIDDEN, jnp.float32))
+        total = shape.cast(jnp.zeros((ROWS,), jnp.float32))
     plgpu.barrier_wait(barriers.queries_loaded)
     plgpu.barrier_wait(barriers.keys_loaded.at[lax.rem(done, STAGES)])
     pl.when(group == 1)(lambda: plgpu.barrier_wait(barriers.turn))
@@ -293,7 +325,7 @@ def _attend(
     seen_by_all = jnp.minimum(lax.div(item.position + 1, KEYS), end - 1)
     if shape.window is None or shape.window > 2 * KEYS:  # else hardly a block is seen by all rows
         if shape.window:
-            out_of_window = jnp.maximum(item.position + item.count - shape.window, 0)  # keys that the last row misses
+            out_of_window = jnp.maximum(item.position + item.high - shape.window, 0)  # keys that the last row misses
             begin, outside = jnp.maximum(begin, lax.div(out_of_window + KEYS - 1, KEYS)), begin
             carry = lax.fori_loop(outside, begin, masked, carry)
         carry = lax.fori_loop(begin, seen_by_all, step, carry)
@@ -325,7 +357,11 @@ def _step(
         swap()
         return acc[...]
 
-    scores = pl.run_scoped(scores_of, ACC((ROWS, KEYS), jnp.float32))
+    if shape.interpreted:  # the interpreter supports neither transposed references in products nor run_state
+        scores = jnp.dot(own[...], buffers.keys[slot].T, preferred_element_type=jnp.float32)
+        swap()
+    else:
+        scores = pl.run_scoped(scores_of, ACC((ROWS, KEYS), jnp.float32))
     plgpu.barrier_arrive(barriers.keys_released.at[slot])
     scale = shape.scale
     if shape.softcap is not None:
@@ -344,31 +380,38 @@ def _step(
     plgpu.barrier_wait(barriers.values_loaded.at[slot])
     if masked:
         pl.when(item.length < (block + 1) * KEYS)(
-            lambda: _clear(buffers.values.at[slot], barriers.cleared, group, item.length - block * KEYS)
+            lambda: _clear(buffers.values.at[slot], barriers.cleared, shape, group, item.length - block * KEYS)
         )
     plgpu.barrier_wait(barriers.turn)
 
     def weighted(acc: Any) -> None:
         plgpu.wgmma(acc, weights, buffers.values.at[slot])
+        await_keys()
+
+    def await_keys() -> None:
         pl.when(block + 1 < end)(lambda: plgpu.barrier_wait(barriers.keys_loaded.at[following]))
 
-    out = pl.run_state(weighted)(ACC.init(out))
+    if shape.interpreted:
+        out = out + jnp.dot(weights, buffers.values[slot], preferred_element_type=jnp.float32)
+        await_keys()
+    else:
+        out = pl.run_state(weighted)(ACC.init(out))
     plgpu.barrier_arrive(barriers.values_released.at[slot])
     return out, new, total
 
 
 def _visible(shape: tuple[int, int], kernel: Shape, ahead: Any) -> Any:
     """Return which keys [64, KEYS] of a block the rows see; `ahead` is the first row's distance to the first key."""
-    row, key = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=plgpu.Layout.WGMMA) for i in (0, 1))
+    row, key = (kernel.cast(lax.broadcasted_iota(jnp.int32, shape, i)) for i in (0, 1))
     distance = (row & (kernel.tokens - 1)) + ahead - key
     return (distance >= 0) & (distance < kernel.window) if kernel.window else distance >= 0
 
 
-def _clear(values: Any, cleared: Any, group: Any, known: Any) -> None:
+def _clear(values: Any, cleared: Any, shape: Shape, group: Any, known: Any) -> None:
     """Set a sequence's values past its end to 0: a page may hold NaN from its last use, and 0 * NaN is not 0."""
-    rows = pl.ds(group * ROWS, ROWS)
-    part = plgpu.load(values, (rows,), layout=plgpu.Layout.WGMMA)
-    row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA) + group * ROWS
+    rows = pl.ds(pl.multiple_of(group * ROWS, ROWS), ROWS)
+    part = shape.cast(values[rows])
+    row = shape.cast(lax.broadcasted_iota(jnp.int32, part.shape, 0)) + group * ROWS
     values[rows] = jnp.where(row < known, part, jnp.zeros_like(part))
     plgpu.commit_smem()
     plgpu.barrier_arrive(cleared)
@@ -376,31 +419,32 @@ def _clear(values: Any, cleared: Any, group: Any, known: Any) -> None:
 
 
 def _store(out_ref: Any, buffers: Buffers, shape: Shape, item: Item, out: Any) -> None:
-    """Store the rows of a warpgroup. Those of a tile that is not full are stored by the powers of two in its count."""
+    """Store the rows of a warpgroup. If not all tokens are its sequence's, those are stored in powers of two."""
     group = lax.axis_index("group")
-    first = item.first + group * shape.tokens
-    count = jnp.clip(item.count - group * shape.tokens, 0, shape.tokens)
-
-    def copy(buffer: Any, start: Any, size: int) -> None:
-        for head in range(shape.heads):
-            columns = pl.ds((item.head * shape.heads + head) * shape.dim, shape.dim)
-            source = buffer.at[group, pl.ds(head * shape.tokens + start, size)]
-            plgpu.copy_smem_to_gmem(source, out_ref.at[pl.ds(first + start, size), columns])
-
+    low, high = (jnp.clip(edge - group * shape.tokens, 0, shape.tokens) for edge in (item.low, item.high))
+    count = high - low
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(count == shape.tokens)
-    def _whole() -> None:
+    def _all() -> None:
         buffers.out[group] = out.astype(out_ref.dtype)
         plgpu.commit_smem()
-        copy(buffers.out, 0, shape.tokens)
+        for head in range(shape.heads):
+            source = buffers.out.at[group, pl.ds(head * shape.tokens, shape.tokens)]
+            plgpu.copy_smem_to_gmem(source, out_ref.at[shape.rows_of(item, group), shape.columns_of(item, head)])
+
+    def copy(start: Any, size: int) -> None:
+        rows = pl.ds(item.first + group * shape.tokens + start, size)
+        for head in range(shape.heads):
+            source = buffers.rows.at[group, pl.ds(head * shape.tokens + start, size)]
+            plgpu.copy_smem_to_gmem(source, out_ref.at[rows, shape.columns_of(item, head)])
 
     @pl.when((count > 0) & (count < shape.tokens))
-    def _rows() -> None:
+    def _some() -> None:
         buffers.rows[group] = out.astype(out_ref.dtype)
         plgpu.commit_smem()
         size = shape.tokens // 2
         while size:
-            start = count & ~(2 * size - 1)
-            pl.when((count & size) != 0)(functools.partial(copy, buffers.rows, start, size))
+            start = low + (count & ~(2 * size - 1))
+            pl.when((count & size) != 0)(functools.partial(copy, start, size))
             size //= 2
