@@ -8,6 +8,7 @@ Layers share the metadata of a step, as in a model: each timed program attends L
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,11 +40,19 @@ RAGGED = [300, 1, 0, 17, 129, 64, 5], [300, 700, 50, 17, 1000, 192, 133]
 
 
 def step_of(counts: Sequence[int], lengths: Sequence[int], seed: int = 0) -> tuple[Paged, int]:
-    """Return the context of a step whose pages are in random order, and the number of pages."""
-    rows, width = len(counts), -(-max(lengths) // PAGE)
-    tables = np.random.default_rng(seed).permutation(rows * width).reshape(rows, width)
-    arrays = tables, lengths, np.cumsum([0, *counts]), [rows]
-    return Paged(*(jnp.asarray(x, jnp.int32) for x in arrays)), rows * width
+    """Return the context of a step whose pages are in random order, and the number of pages.
+
+    Steps have the same shapes if they can: a program is compiled once for them.
+    """
+    room, width = max(8, len(counts)), max(1024, -(-max(lengths) // PAGE))
+    each = [-(-length // PAGE) for length in lengths]
+    num_pages = max(1024, sum(each))
+    shuffled, tables = np.random.default_rng(seed).permutation(num_pages), np.zeros((room, width))
+    for row, (end, count) in enumerate(zip(np.cumsum(each), each, strict=True)):
+        tables[row, :count] = shuffled[end - count : end]
+    kv_lens, cu = np.zeros(room), np.full(room + 1, sum(counts))
+    kv_lens[: len(lengths)], cu[: len(counts) + 1] = lengths, np.cumsum([0, *counts])
+    return Paged(*(jnp.asarray(x, jnp.int32) for x in (tables, kv_lens, cu, [len(counts)]))), num_pages
 
 
 def inputs(pages: int, tokens: int, heads: tuple[int, int, int], seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -112,9 +121,10 @@ def flops(counts: Sequence[int], lengths: Sequence[int], heads: tuple[int, int, 
     return 4.0 * heads[0] * heads[2] * sum(np.minimum(k, window or k).sum() for k in keys)
 
 
-def layers(kernel: Callable, ctx: Paged, **options: Any) -> Callable:
+@functools.cache
+def layers(kernel: Callable, **options: Any) -> Callable:
     """Return a program that attends once per layer."""
-    return jax.jit(lambda ctx, qs, pages: [kernel(ctx, q, pages, **options) for q in qs])
+    return jax.jit(lambda ctx, qs, pages, sinks: [kernel(ctx, q, pages, sinks=sinks, **options) for q in qs])
 
 
 def rates(heads: tuple[int, int, int], counts: Sequence[int], lengths: Sequence[int], **options: Any) -> dict:
@@ -122,15 +132,15 @@ def rates(heads: tuple[int, int, int], counts: Sequence[int], lengths: Sequence[
     ctx, num_pages = step_of(counts, lengths)
     qs = [inputs(1, sum(counts), heads, seed)[0] for seed in range(LAYERS)]
     pages = inputs(num_pages, 1, heads)[1]
-    options["scale"] = heads[2] ** -0.5
+    options["scale"], sinks = heads[2] ** -0.5, options.pop("sinks", None)
     work = flops(counts, lengths, heads, options.get("window")) * LAYERS / 1e12
     found = {}
     for name, kernel in (("triton", paged.paged_attention), ("mosaic", prompt.paged_attention)):
         try:
-            found[name] = work / seconds(layers(kernel, ctx, **options), ctx, qs, pages)
+            found[name] = work / seconds(layers(kernel, **options), ctx, qs, pages, sinks)
         except Exception as error:
             print(name, f"FAILED {error!s:.300}", flush=True)
-    if len(set(counts)) == 1 and counts == lengths and "sinks" not in options:
+    if len(set(counts)) == 1 and counts == lengths and sinks is None:
         found["cudnn"] = work / seconds(_cudnn(len(counts), counts[0], heads, options), qs, pages)
     return found
 
@@ -142,25 +152,26 @@ def _cudnn(rows: int, length: int, heads: tuple[int, int, int], options: dict[st
 
     @jax.jit
     def run(qs: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
-        k, v = (pages[:, :, i::2].reshape(rows, length, heads[1], heads[2]) for i in (0, 1))
+        k, v = (pages[: rows * length // PAGE, :, i::2].reshape(rows, length, heads[1], heads[2]) for i in (0, 1))
         attend = jax.nn.dot_product_attention
         cut = (q.reshape(rows, length, *q.shape[1:]) for q in qs)
-        return [
-            attend(q, k, v, scale=options["scale"], is_causal=True, implementation="cudnn", **more) for q in cut
-        ]
+        return [attend(q, k, v, scale=options["scale"], is_causal=True, implementation="cudnn", **more) for q in cut]
 
     return run
 
 
 def measure() -> None:
     """Print the table of rates."""
-    print(f"{'heads':>8} {'step':>20} {'window':>7} {'triton':>8} {'mosaic':>8} {'cudnn':>8}  TFLOP/s, mosaic's share of peak")
+    kernels = ("triton", "mosaic", "cudnn")
+    print(
+        f"{'heads':>8} {'step':>20} {'window':>7}", *(f"{kernel:>8}" for kernel in kernels), " TFLOP/s; share of peak"
+    )
     for name, heads in HEADS.items():
         for what, (counts, lengths) in (STEPS | MIXED).items():
             for window in (None, 128) if name == "GPT-OSS" else (None,):
                 sinks = {"sinks": jnp.ones(heads[0])} if name == "GPT-OSS" else {}
                 found = rates(heads, counts, lengths, window=window, **sinks)
-                cells = " ".join(f"{found.get(kernel, float('nan')):8.1f}" for kernel in ("triton", "mosaic", "cudnn"))
+                cells = " ".join(f"{found.get(kernel, float('nan')):8.1f}" for kernel in kernels)
                 share = found.get("mosaic", 0) / PEAK
                 print(f"{name:>8} {what:>20} {window or '-':>7} {cells}  {share:.0%}", flush=True)
 

@@ -44,7 +44,6 @@ class Shape(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
-    interpreted: bool
 
     @property
     def tokens(self) -> int:
@@ -58,12 +57,6 @@ class Shape(NamedTuple):
     def columns_of(self, item: Item, head: int) -> Any:
         """Return the columns of a head in q and in the output, [T, N * H]."""
         return pl.ds(pl.multiple_of((item.head * self.heads + head) * self.dim, self.dim), self.dim)
-
-    def cast(self, x: jax.Array) -> jax.Array:
-        """Return a matrix, or a vector of its rows, in the registers in which a product leaves it."""
-        if self.interpreted:  # the interpreter has no layouts
-            return x
-        return plgpu.layout_cast(x, plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1))
 
 
 class Item(NamedTuple):
@@ -83,9 +76,9 @@ class Item(NamedTuple):
         return begin, lax.div(self.position + self.high + KEYS - 1, KEYS)
 
 
-def why_not_prompt(q: Any, kv_heads: int, page: int, block_mask: bool) -> str | None:
+def why_not_prompt(q: Any, page: int, block_mask: bool) -> str | None:
     """Return why the kernel cannot run for queries [T, N, H], or None."""
-    T, N, H = q.shape
+    T, _, H = q.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{q.dtype}, not bf16 or f16"
     if H not in (64, 128):
@@ -106,30 +99,32 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
-    programs: int | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
     """Attend as ops.paged.paged_attention does; the output of padding is undefined."""
     T, N, H = q.shape
     K = pages.shape[2] // 2
     W = math.gcd(N // K, 8)
     scale = scale * LOG2E if softcap is None else scale / softcap
-    shape = Shape(W, N // W, N // K // W, H, pages.shape[1], scale, window, softcap, bool(interpret))
+    shape = Shape(W, N // W, N // K // W, H, pages.shape[1], scale, window, softcap)
     tiles = _sorted_tiles(ctx, T, GROUPS * shape.tokens)
     given = [] if sinks is None else [sinks.astype(jnp.float32)]
-    programs = programs or _multiprocessors()
-    kernel = plgpu.kernel(
+    rows = q.reshape(T, N * H), pages.reshape(-1, 2 * K * H)
+    return _call(*tiles, ctx.block_tables, *rows, *given, shape=shape, programs=_multiprocessors()).reshape(q.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "programs"))  # traced once for all layers of a model
+def _call(*arrays: jax.Array, shape: Shape, programs: int) -> jax.Array:
+    """Run the kernel on the arrays of `_run`."""
+    q = arrays[3]
+    return plgpu.kernel(
         functools.partial(_entry, shape=shape, dtype=q.dtype, programs=programs),
-        out_type=jax.ShapeDtypeStruct((T, N * H), q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(programs,),
         grid_names=("program",),
         num_threads=GROUPS + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )
-    out = kernel(*tiles, ctx.block_tables, q.reshape(T, N * H), pages.reshape(-1, 2 * K * H), *given)
-    return out.reshape(T, N, H)
+    )(*arrays)
 
 
 def _multiprocessors() -> int:
@@ -153,14 +148,18 @@ def _sorted_tiles(ctx: Paged, num_tokens: int, tokens: int) -> tuple[jax.Array, 
     return tiles[order], ends[-1:].astype(jnp.int32)
 
 
+def _in_registers(x: jax.Array) -> jax.Array:
+    """Return a matrix, or a vector of its rows, in the registers in which a product leaves it."""
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1))
+
+
 class Buffers(NamedTuple):
     """Hold the shared memory of a program."""
 
-    queries: Any  # [GROUPS, 64, H]
+    queries: Any  # [2, GROUPS, 64, H]: of an item, and then its output; the next item's
     keys: Any  # [STAGES, KEYS, H]
     values: Any
-    out: Any  # [GROUPS, 64, H]
-    rows: Any  # likewise, not in tiles: for the stores of single rows
+    rows: Any  # [GROUPS, 64, H]: output, not in tiles, for stores of single rows
 
 
 class Barriers(NamedTuple):
@@ -180,23 +179,23 @@ def _entry(*refs: Any, shape: Shape, dtype: Any, programs: int) -> None:
     """Allocate the buffers and run the three warpgroups."""
     *inputs, out_ref = refs
 
-    def shared(count: int, rows: int) -> Any:
+    def shared(*dims: int) -> Any:
         """Return shared memory in tiles, swizzled, as the products of a warpgroup read it."""
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM((count, rows, shape.dim), dtype, transforms=transforms)
+        return plgpu.SMEM((*dims, shape.dim), dtype, transforms=transforms)
 
     copies = KEYS // min(KEYS, shape.page)
     pl.run_scoped(
         functools.partial(_run, inputs, out_ref, shape=shape, programs=programs),
         Buffers(
-            shared(GROUPS, ROWS), shared(STAGES, KEYS), shared(STAGES, KEYS), shared(GROUPS, ROWS),
+            shared(2, GROUPS, ROWS), shared(STAGES, KEYS), shared(STAGES, KEYS),
             plgpu.SMEM((GROUPS, ROWS, shape.dim), dtype),
         ),
         Barriers(
-            plgpu.Barrier(num_arrivals=GROUPS * shape.heads),
+            plgpu.Barrier(num_arrivals=GROUPS * shape.heads, num_barriers=2),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=GROUPS),
+            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=GROUPS),
@@ -221,12 +220,12 @@ def _run(inputs: list, out_ref: Any, buffers: Buffers, barriers: Barriers, *, sh
         return Item(lax.rem(at, shape.groups), *(tiles_ref[tile, i] for i in range(6)))
 
     def each(body: Any) -> None:
-        """Call body(item, steps before it) for each item; the next item is read meanwhile."""
+        """Call body(item, its place in turn, steps before it) for each item; the next item is read meanwhile."""
 
         def step(turn: Any, carry: tuple) -> tuple:
             current, done = carry
             following = item(turn + 1)
-            body(current, done)
+            body(current, lax.rem(turn, 2), done)
             begin, end = current.blocks(shape.window)
             return following, done + end - begin
 
@@ -240,7 +239,7 @@ def _run(inputs: list, out_ref: Any, buffers: Buffers, barriers: Barriers, *, sh
         for barrier in (barriers.keys_released, barriers.values_released):
             for slot in range(STAGES):
                 plgpu.barrier_arrive(barrier.at[slot])
-        plgpu.barrier_arrive(barriers.queries_released)
+        plgpu.barrier_arrive(barriers.queries_released.at[0])
         pl.when(group == 1)(lambda: plgpu.barrier_arrive(barriers.turn))
         each(functools.partial(_attend, out_ref, sinks, buffers, barriers, shape))
         plgpu.wait_smem_to_gmem(0)
@@ -249,15 +248,11 @@ def _run(inputs: list, out_ref: Any, buffers: Buffers, barriers: Barriers, *, sh
     def _load() -> None:
         plgpu.set_max_registers(40, action="decrease")
         each(functools.partial(_fetch, tables_ref, q_ref, pages_ref, buffers, barriers, shape))
-        plgpu.barrier_wait(barriers.queries_released)  # each phase is waited for
-        for barrier in (barriers.keys_released, barriers.values_released):
-            for slot in range(STAGES):
-                plgpu.barrier_wait(barrier.at[slot])
 
 
 def _fetch(
     tables_ref: Any, q_ref: Any, pages_ref: Any, buffers: Buffers, barriers: Barriers, shape: Shape, item: Item,
-    done: Any,
+    side: Any, done: Any,
 ) -> None:  # fmt: skip
     """Load the queries and pages of an item as their buffers are released."""
     rows = min(KEYS, shape.page)
@@ -272,12 +267,12 @@ def _fetch(
         return [tables_ref[item.seq, lax.div(key, shape.page)] * shape.page + lax.rem(key, shape.page) for key in keys]
 
     first_rows = pages_of(begin)
-    plgpu.barrier_wait(barriers.queries_released)
+    plgpu.barrier_wait(barriers.queries_released.at[side])
     for group in range(GROUPS):
         for head in range(shape.heads):
             source = q_ref.at[shape.rows_of(item, group), shape.columns_of(item, head)]
-            target = buffers.queries.at[group, pl.ds(head * shape.tokens, shape.tokens)]
-            plgpu.copy_gmem_to_smem(source, target, barriers.queries_loaded)
+            target = buffers.queries.at[side, group, pl.ds(head * shape.tokens, shape.tokens)]
+            plgpu.copy_gmem_to_smem(source, target, barriers.queries_loaded.at[side])
 
     def step(block: Any, places: list) -> list:
         slot = lax.rem(done + block - begin, STAGES)
@@ -299,30 +294,30 @@ def _fetch(
 
 
 def _attend(
-    out_ref: Any, sinks: list, buffers: Buffers, barriers: Barriers, shape: Shape, item: Item, done: Any
+    out_ref: Any, sinks: list, buffers: Buffers, barriers: Barriers, shape: Shape, item: Item, side: Any, done: Any
 ) -> None:
     """Attend the rows of a warpgroup to the keys of an item, and store them."""
     group = lax.axis_index("group")
     begin, end = item.blocks(shape.window)
     position = item.position + group * shape.tokens  # of the warpgroup's first token
-    out = shape.cast(jnp.zeros((ROWS, shape.dim), jnp.float32))
+    out = _in_registers(jnp.zeros((ROWS, shape.dim), jnp.float32))
     if sinks:  # a sink takes a share of the softmax and has no value
-        row = shape.cast(lax.iota(jnp.int32, ROWS))
-        top = shape.cast(jnp.zeros((ROWS,), jnp.float32))
+        row = _in_registers(lax.iota(jnp.int32, ROWS))
+        top = _in_registers(jnp.zeros((ROWS,), jnp.float32))
         for head in range(shape.heads):
             logit = sinks[0][item.head * shape.heads + head] * LOG2E
             top = jnp.where(row >= head * shape.tokens, logit, top)
-        total = shape.cast(jnp.ones((ROWS,), jnp.float32))
+        total = _in_registers(jnp.ones((ROWS,), jnp.float32))
     else:
-        top = shape.cast(jnp.full((ROWS,), HIDDEN, jnp.float32))
-        total = shape.cast(jnp.zeros((ROWS,), jnp.float32))
-    plgpu.barrier_wait(barriers.queries_loaded)
+        top = _in_registers(jnp.full((ROWS,), HIDDEN, jnp.float32))
+        total = _in_registers(jnp.zeros((ROWS,), jnp.float32))
+    plgpu.barrier_wait(barriers.queries_loaded.at[side])
     plgpu.barrier_wait(barriers.keys_loaded.at[lax.rem(done, STAGES)])
     pl.when(group == 1)(lambda: plgpu.barrier_wait(barriers.turn))
-    step = functools.partial(_step, buffers, barriers, shape, item, position, done)
+    own = buffers.queries.at[side, group]
+    step = functools.partial(_step, own, buffers, barriers, shape, item, position, done)
     carry, masked = (out, top, total), functools.partial(step, masked=True)
-    # the last block is among the masked ones: queries are released there
-    seen_by_all = jnp.minimum(lax.div(item.position + 1, KEYS), end - 1)
+    seen_by_all = lax.div(item.position + 1, KEYS)
     if shape.window is None or shape.window > 2 * KEYS:  # else hardly a block is seen by all rows
         if shape.window:
             out_of_window = jnp.maximum(item.position + item.high - shape.window, 0)  # keys that the last row misses
@@ -330,20 +325,22 @@ def _attend(
             carry = lax.fori_loop(outside, begin, masked, carry)
         carry = lax.fori_loop(begin, seen_by_all, step, carry)
         begin = jnp.maximum(begin, seen_by_all)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's output
+    plgpu.barrier_arrive(barriers.queries_released.at[1 - side])
     out, _, total = lax.fori_loop(begin, end, masked, carry)
     plgpu.barrier_arrive(barriers.turn)
     out = out * lax.broadcast_in_dim(1.0 / total, out.shape, [0])
-    _store(out_ref, buffers, shape, item, out)
+    _store(out_ref, own, buffers.rows.at[group], shape, item, out)
     pl.when(group == 0)(lambda: plgpu.barrier_wait(barriers.turn))
 
 
 def _step(
-    buffers: Buffers, barriers: Barriers, shape: Shape, item: Item, position: Any, done: Any, block: Any, carry: tuple,
-    masked: bool = False,
+    own: Any, buffers: Buffers, barriers: Barriers, shape: Shape, item: Item, position: Any, done: Any, block: Any,
+    carry: tuple, masked: bool = False,
 ) -> tuple:  # fmt: skip
     """Attend to a block of keys: the carry is the weighted values, the rows' maxima in base 2, and their sums."""
     out, top, total = carry
-    group, own = lax.axis_index("group"), buffers.queries.at[lax.axis_index("group")]
+    group = lax.axis_index("group")
     begin, end = item.blocks(shape.window)
     slot, following = (lax.rem(done + block - begin + ahead, STAGES) for ahead in (0, 1))
     spread = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])  # noqa: E731
@@ -357,17 +354,12 @@ def _step(
         swap()
         return acc[...]
 
-    if shape.interpreted:  # the interpreter supports neither transposed references in products nor run_state
-        scores = jnp.dot(own[...], buffers.keys[slot].T, preferred_element_type=jnp.float32)
-        swap()
-    else:
-        scores = pl.run_scoped(scores_of, ACC((ROWS, KEYS), jnp.float32))
+    scores = pl.run_scoped(scores_of, ACC((ROWS, KEYS), jnp.float32))
     plgpu.barrier_arrive(barriers.keys_released.at[slot])
     scale = shape.scale
     if shape.softcap is not None:
         scores, scale = jnp.tanh(scores * scale), shape.softcap * LOG2E
     if masked:
-        pl.when(block == end - 1)(lambda: plgpu.barrier_arrive(barriers.queries_released))
         scores = jnp.where(_visible(scores.shape, shape, position - block * KEYS), scores, HIDDEN)
     new = jnp.maximum(top, scores.max(axis=1) * scale)
     shrink = jnp.exp2(top - new)
@@ -380,68 +372,60 @@ def _step(
     plgpu.barrier_wait(barriers.values_loaded.at[slot])
     if masked:
         pl.when(item.length < (block + 1) * KEYS)(
-            lambda: _clear(buffers.values.at[slot], barriers.cleared, shape, group, item.length - block * KEYS)
+            lambda: _clear(buffers.values.at[slot], barriers.cleared, group, item.length - block * KEYS)
         )
     plgpu.barrier_wait(barriers.turn)
 
     def weighted(acc: Any) -> None:
         plgpu.wgmma(acc, weights, buffers.values.at[slot])
-        await_keys()
-
-    def await_keys() -> None:
         pl.when(block + 1 < end)(lambda: plgpu.barrier_wait(barriers.keys_loaded.at[following]))
 
-    if shape.interpreted:
-        out = out + jnp.dot(weights, buffers.values[slot], preferred_element_type=jnp.float32)
-        await_keys()
-    else:
-        out = pl.run_state(weighted)(ACC.init(out))
+    out = pl.run_state(weighted)(ACC.init(out))
     plgpu.barrier_arrive(barriers.values_released.at[slot])
     return out, new, total
 
 
 def _visible(shape: tuple[int, int], kernel: Shape, ahead: Any) -> Any:
     """Return which keys [64, KEYS] of a block the rows see; `ahead` is the first row's distance to the first key."""
-    row, key = (kernel.cast(lax.broadcasted_iota(jnp.int32, shape, i)) for i in (0, 1))
+    row, key = (_in_registers(lax.broadcasted_iota(jnp.int32, shape, i)) for i in (0, 1))
     distance = (row & (kernel.tokens - 1)) + ahead - key
     return (distance >= 0) & (distance < kernel.window) if kernel.window else distance >= 0
 
 
-def _clear(values: Any, cleared: Any, shape: Shape, group: Any, known: Any) -> None:
+def _clear(values: Any, cleared: Any, group: Any, known: Any) -> None:
     """Set a sequence's values past its end to 0: a page may hold NaN from its last use, and 0 * NaN is not 0."""
     rows = pl.ds(pl.multiple_of(group * ROWS, ROWS), ROWS)
-    part = shape.cast(values[rows])
-    row = shape.cast(lax.broadcasted_iota(jnp.int32, part.shape, 0)) + group * ROWS
+    part = _in_registers(values[rows])
+    row = _in_registers(lax.broadcasted_iota(jnp.int32, part.shape, 0)) + group * ROWS
     values[rows] = jnp.where(row < known, part, jnp.zeros_like(part))
     plgpu.commit_smem()
     plgpu.barrier_arrive(cleared)
     plgpu.barrier_wait(cleared)
 
 
-def _store(out_ref: Any, buffers: Buffers, shape: Shape, item: Item, out: Any) -> None:
+def _store(out_ref: Any, tiles: Any, plain: Any, shape: Shape, item: Item, out: Any) -> None:
     """Store the rows of a warpgroup. If not all tokens are its sequence's, those are stored in powers of two."""
     group = lax.axis_index("group")
     low, high = (jnp.clip(edge - group * shape.tokens, 0, shape.tokens) for edge in (item.low, item.high))
     count = high - low
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(count == shape.tokens)
     def _all() -> None:
-        buffers.out[group] = out.astype(out_ref.dtype)
+        tiles[...] = out.astype(out_ref.dtype)
         plgpu.commit_smem()
         for head in range(shape.heads):
-            source = buffers.out.at[group, pl.ds(head * shape.tokens, shape.tokens)]
+            source = tiles.at[pl.ds(head * shape.tokens, shape.tokens)]
             plgpu.copy_smem_to_gmem(source, out_ref.at[shape.rows_of(item, group), shape.columns_of(item, head)])
 
     def copy(start: Any, size: int) -> None:
         rows = pl.ds(item.first + group * shape.tokens + start, size)
         for head in range(shape.heads):
-            source = buffers.rows.at[group, pl.ds(head * shape.tokens + start, size)]
+            source = plain.at[pl.ds(head * shape.tokens + start, size)]
             plgpu.copy_smem_to_gmem(source, out_ref.at[rows, shape.columns_of(item, head)])
 
     @pl.when((count > 0) & (count < shape.tokens))
     def _some() -> None:
-        buffers.rows[group] = out.astype(out_ref.dtype)
+        plain[...] = out.astype(out_ref.dtype)
         plgpu.commit_smem()
         size = shape.tokens // 2
         while size:
