@@ -76,11 +76,11 @@ class Item(NamedTuple):
         return begin, lax.div(self.position + self.high + KEYS - 1, KEYS)
 
 
-def why_not_prompt(q: Any, page: int, block_mask: bool) -> str | None:
+def why_not_prompt(q: Any, pages: Any, block_mask: bool) -> str | None:
     """Return why the kernel cannot run for queries [T, N, H], or None."""
-    T, _, H = q.shape
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"{q.dtype}, not bf16 or f16"
+    (T, _, H), page = q.shape, pages.shape[1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or pages.dtype != q.dtype:
+        return f"{q.dtype} with pages of {pages.dtype}, not bf16 or f16"
     if H not in (64, 128):
         return f"heads of {H} dims, not 64 or 128"
     if page % 8 or (KEYS % page and page % KEYS):
