@@ -83,22 +83,36 @@ def choose_paged(
     pages: Any = None,
     block_mask: bool = False,
 ) -> str:
-    """Return the paged implementation for these shapes: 'triton', 'ragged', 'flat', 'numba' or 'reference'.
+    """Return the paged implementation for these shapes: 'mosaic', 'triton', 'ragged', 'flat', 'numba' or 'reference'.
 
-    'ragged' is upstream's for TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
+    'mosaic' is for prompts on Hopper, and asked for with tables and pages only. 'ragged' is upstream's for TPUs, 'flat'
+    ours. Without tables and pages, those that `page_row` makes are assumed.
     With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
-    if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
-        return "triton"
+    if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
+        return "triton" if why_not_mosaic(platform, q, placement, tables, pages, block_mask) else "mosaic"
     if platform != "tpu":
         return "reference"
     is_flat = pages is not None and pages.ndim == 3
     if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables, block_mask) is None:
         return "ragged"
     return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
+
+
+def why_not_mosaic(
+    platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
+) -> str | None:
+    """Return why attention to pages is not left to the kernel for prompts, or None."""
+    if not is_one_gpu(platform, placement) or not _is_hopper():
+        return "not one Hopper GPU"
+    if tables is None or tables.shape[0] >= q.shape[0]:
+        return "a decode step"
+    from dovetail.ops.kernels.gpu.prompt import why_not_prompt
+
+    return why_not_prompt(q, pages, block_mask)
 
 
 def choose_bidirectional(platform: str | None, q: Any) -> str:
@@ -184,6 +198,8 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
         kernel = functools.partial(ours, kv_heads=flat_heads)
     elif flat_heads is not None:
         kernel = functools.partial(flat_attention, rows=2 * flat_heads)
+    elif name == "mosaic":
+        from dovetail.ops.kernels.gpu.prompt import paged_attention as kernel
     elif name == "triton":
         from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
     elif name == "ragged":
@@ -286,7 +302,7 @@ def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
 
 
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
-    """Return the kernel from the routed tokens x [T, D] of a decode step to their outputs; None for grouped products."""
+    """Return the kernel from the routed tokens x [T, D] of a decode step to their outputs, or None."""
     if not is_one_gpu(platform, placement) or not _is_hopper():
         return None
     from dovetail.ops.kernels.gpu.experts import few_token_experts, why_not_few_tokens
@@ -448,7 +464,7 @@ def describe() -> list[tuple[str, str, str]]:
         one_gpu = is_one_gpu(platform, None)
         rows += [
             ("packed attention", platform, choose_packed(platform, heads, heads)),
-            ("paged attention", platform, choose_paged(platform, heads, 8)),
+            ("paged attention", platform, _paged(platform, heads)),
             ("attention with a block mask", platform, _block_mask(platform, heads)),
             ("bidirectional attention", platform, _bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
@@ -469,6 +485,14 @@ def _experts(platform: str) -> str:
     return {"xla": "ragged_dot", "mosaic": "mosaic; triton for f32 and dims that are not multiples of 64"}.get(
         name, name
     )
+
+
+def _paged(platform: str, q: Any) -> str:
+    """Return the paged attention of decode steps, and that of prompts where it is another one."""
+    usual = choose_paged(platform, q, 8)
+    if platform not in NVIDIA:
+        return usual
+    return f"{usual}; mosaic for prompts" if _is_hopper() else f"{usual} (mosaic for prompts needs a Hopper GPU)"
 
 
 def _bidirectional(platform: str, q: Any) -> str:
