@@ -49,8 +49,8 @@ def pytest_configure(config):
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
-# One worker runs all tests of the real model's server, which takes a minute to start (tests/serve/conftest.py), and
-# then those of the command that serves the same model, which finds the compiled steps.
+# One worker runs all tests of the real model's server (tests/serve/conftest.py), and those of the command that serves
+# the same model.
 REAL_SERVER = (
     "test_api_chat.py", "test_api_tools.py", "test_api_clients.py", "test_tools_grammar.py", "test_api_greedy.py",
     "test_api_command.py",
