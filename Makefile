@@ -14,7 +14,7 @@ INSTALL := $(if $(UV),$(UV) pip install --python $(PY),$(PY) -m pip install)
 # Tests start hundreds of processes that import the package: each would compile its sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-fast test-thorough test-tpu test-tpu-all lint fmt install demo
+.PHONY: test test-fast test-thorough test-tpu test-tpu-all lint style fmt install demo
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -27,17 +27,22 @@ $(STAMP): pyproject.toml
 	$(INSTALL) --quiet --editable '.[dev]'
 	@touch $@
 
-lint: $(STAMP)
+style: $(STAMP)
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
+
+lint: style
 	$(PY) -m pyright --pythonpath $(PY)
 
 fmt: $(STAMP)
 	$(PY) -m ruff check --fix $(CODE)
 	$(PY) -m ruff format $(CODE)
 
-test: lint
-	$(PY) -m pytest -q -m "not thorough and not tpu" --durations=25 $(PYTEST_ARGS)
+# The types are checked beside the tests, because pyright uses one core for a minute; its report comes last.
+test: style
+	@$(PY) -m pyright --pythonpath $(PY) >$(VENV)/pyright.log 2>&1 & types=$$!; \
+	$(PY) -m pytest -q -m "not thorough and not tpu" --durations=25 $(PYTEST_ARGS); code=$$?; \
+	wait $$types || code=1; cat $(VENV)/pyright.log; exit $$code
 
 test-fast: $(STAMP)
 	$(PY) -m pytest -q -m "not slow and not thorough and not tpu" $(PYTEST_ARGS)

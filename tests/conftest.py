@@ -33,11 +33,13 @@ gc.set_threshold(50_000, 20, 50)
 # A module runs on one worker. The longest ones start first, so that none is left for the end. (Tests that
 # `make test-fast` leaves out have pytest.mark.slow.)
 LONGEST_FIRST = """
-    test_tune_kill test_sft test_engine_smollm2 test_api_chat test_processes test_step test_kill test_slices
-    test_sharding test_meshes test_lowering test_distillation test_dpo test_cli test_parity test_recipes_lower
-    test_smollm2 test_engine test_trainer_weights test_loop test_api_tools test_sample test_stop test_long_bodies
-    test_objective test_attention test_mtp test_client test_gguf test_gpu_kernels test_paged_kernel test_api_admin
-    test_products test_publish test_cpu_paged test_chat test_checkpoint_processes
+    test_api_chat test_sft test_rl test_draft_models test_tools test_speculation test_images test_loop test_vision
+    test_losses test_parity test_preference_losses test_lowering test_checkpoint_processes test_engine
+    test_token_loss test_sample test_sample_kernel test_distill test_optim test_recipes test_api_errors test_step
+    test_mtp test_adapters test_attention test_docs_read test_train_plan test_sharding test_fewest test_api_fields
+    test_loss test_adapter test_grouped test_context test_kill_supervisor test_cli test_data_pack test_command
+    test_dpo test_preflight test_api_faults test_api_adapters test_api_admin test_internal_errors
+    test_api_speculation test_client test_long_bodies test_gpu_kernels
 """.split()
 
 
@@ -49,8 +51,8 @@ def pytest_configure(config):
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
-# One worker runs all tests of the real model's server, which takes a minute to start (tests/serve/conftest.py), and
-# then those of the command that serves the same model, which finds the compiled steps.
+# One worker runs all tests of the real model's server (tests/serve/conftest.py), and those of the command that serves
+# the same model.
 REAL_SERVER = (
     "test_api_chat.py", "test_api_tools.py", "test_api_clients.py", "test_tools_grammar.py", "test_api_greedy.py",
     "test_api_command.py",

@@ -1,7 +1,7 @@
 """Let engines on a CPU pad their steps to few shapes, because compiling takes most of a small engine's time.
 
-By default there are programs for 1, 2, 4, 8... rows and 32, 64... tokens; modules with `EVERY_PROGRAM = True` keep them.
-As a program, `python few_programs.py FD`, this is an engine's process.
+By default there are programs for 1, 2, 4, 8... rows and 32, 64... tokens. Modules with
+`EVERY_PROGRAM = True` keep them. As a program, `python few_programs.py FD`, this is an engine's process.
 """
 
 import sys

@@ -13,10 +13,18 @@ from dataclasses import fields
 import pytest
 from docs.blocks import PAGES, ROOT, SHELL, blocks, commands, spans
 from docs.runs import PREAMBLES, as_module, category
-from docs.typed import PLACEHOLDERS, TRAININGS, mentioned, name_files, parse, record_trainings, routes, write_recipe
-from typer.main import get_command
+from docs.typed import (
+    PLACEHOLDERS,
+    TRAININGS,
+    application,
+    mentioned,
+    name_files,
+    parse,
+    record_trainings,
+    routes,
+    write_recipe,
+)
 
-from dovetail.cli.main import app
 from dovetail.core.types import Batch
 
 ALL_PAGES = (*PAGES, "CHANGELOG.md", "CONTRIBUTING.md")
@@ -60,7 +68,7 @@ def dovetail(words, started):
     if path[0] in TRAININGS:
         before = len(started)
         starts = 0 if given.get("show_config") else 1
-        assert not get_command(app)([*words, "--quiet"], standalone_mode=False) and len(started) == before + starts
+        assert not application()([*words, "--quiet"], standalone_mode=False) and len(started) == before + starts
     elif path == ["job", "create"] and "error" not in SHOWN.get(tuple(words), ""):
         from dovetail.cli.job_create import read_spec
 

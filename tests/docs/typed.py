@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,9 +38,15 @@ TELLING = {
 PLACEHOLDERS = {"RECIPE": "tiny"}
 
 
+@functools.cache  # typer makes hundreds of options each time
+def application() -> Any:
+    """Return the `dovetail` command."""
+    return get_command(app)
+
+
 def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the command's path (`job`, `create`) and its parameters; a usage error where one does not exist."""
-    context, path = get_command(app).make_context("dovetail", list(words)), []
+    context, path = application().make_context("dovetail", list(words)), []
     while hasattr(context.command, "resolve_command"):
         left = [*context._protected_args, *context.args]
         if not left:
@@ -53,7 +60,7 @@ def parse(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 def mentioned(text: str) -> tuple[str, list[str]]:
     """Return the command that a code span names, and the options in it that the command does not have."""
     words = re.sub(r"[\[\]]|\.\.\.|[>&|].*", " ", text).split()[1:]
-    command, path = get_command(app), "dovetail"
+    command, path = application(), "dovetail"
     while words and hasattr(command, "resolve_command") and not words[0].startswith("-"):
         context = command.make_context(path, words, resilient_parsing=True)
         name, *words = [*context._protected_args, *context.args]

@@ -192,7 +192,7 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=100, stateful_step_count=40, derandomize=True, deadline=None, database=None,
+    max_examples=60, stateful_step_count=40, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
 

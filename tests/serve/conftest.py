@@ -41,7 +41,7 @@ def tokenizer(smollm2_gguf):
 
 
 @contextmanager
-def engine_of(model: Path, tokenizer, quick: bool):
+def engine_of(model: Path, tokenizer, quick: bool, **more):
     """A server of `model` with a real engine process."""
     from serve.servers import running
 
@@ -49,7 +49,7 @@ def engine_of(model: Path, tokenizer, quick: bool):
     from dovetail.serve.remote.client import EngineClient
 
     async def engine():
-        size = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32)
+        size = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32) | more
         options = EngineOptions(**size, scheduling_policy="priority", seed=None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XLA_FLAGS", flags(1, quick))
@@ -81,8 +81,8 @@ def real(first_layers, tokenizer):
 
 @pytest.fixture(scope="module")
 def whole_model(smollm2_gguf, tokenizer):
-    """A server of SmolLM2 with a real engine process."""
-    with engine_of(smollm2_gguf, tokenizer, quick=False) as server:
+    """A server of SmolLM2 with a real engine process. Programs of several decode steps are left to `real`."""
+    with engine_of(smollm2_gguf, tokenizer, quick=False, max_decode_steps=1) as server:
         yield server
 
 

@@ -53,7 +53,7 @@ def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenize
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
     try:
-        assert ready.wait(120), "the server did not start"
+        assert ready.wait(600), "the server did not start"
         yield found
     finally:
         if ready.is_set():

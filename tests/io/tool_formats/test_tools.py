@@ -130,7 +130,7 @@ calls = st.lists(st.tuples(st.sampled_from(["look_up", "run-it.now"]), arguments
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(calls, st.randoms(use_true_random=False))
 def test_any_arguments_come_back(written: str, calls: list[Call], rng: random.Random):
     text = WRITTEN[written][1](calls)

@@ -36,10 +36,10 @@ def command(*arguments: str, **env: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_it_serves_until_sigterm(smollm2_gguf):
-    size = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")  # as `real`
-    words = (str(smollm2_gguf), "--port", "0", "--served-model-name", "smol", *size)
-    process = command(*words, DOVETAIL_API_KEY="key", XLA_FLAGS=flags(1, quick=False))
+def test_it_serves_until_sigterm(first_layers):
+    size = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")
+    words = (str(first_layers), "--port", "0", "--served-model-name", "smol", *size)
+    process = command(*words, DOVETAIL_API_KEY="key", XLA_FLAGS=flags(1))
     assert process.stdout is not None
     try:
         printed = ""
