@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-FEW = 256  # tokens of a step, at most: the grouped products are not slower from about there on
+FEW = 256  # tokens of a step, at most: with more it has not been measured
 ROWS, INNER = 64, 64  # of a weight's tile in shared memory
 CHUNK = 8  # tokens that are stored at once
 MAX_TOKENS = 128  # of a tile
@@ -164,7 +164,7 @@ def product(
         )
         pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
 
-    # the default semantics of jax 0.12 are those of a warpgroup, and that of 0.10 are not
+    # the default in jax 0.12, and not in 0.10
     semantics = plgpu.LoweringSemantics.Warpgroup
     return plgpu.kernel(
         entry,
