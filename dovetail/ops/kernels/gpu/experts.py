@@ -30,7 +30,8 @@ MAX_TOKENS = 128  # of a tile
 # Bytes of shared memory of a program. With the first, two programs share a multiprocessor: one loads while the other
 # one begins or ends. The second is for tiles of which the first holds fewer than MIN_STAGES.
 SHARED = (100 * 1024, 210 * 1024)
-MIN_STAGES = 4
+MIN_STAGES = 3
+PROGRAMS = 2 * 132  # that run at once on an H100 or H200
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -57,7 +58,7 @@ def few_token_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, param
     arrange = all_tokens if len(x) <= CHUNK else sorted_tokens
     tiles = arrange(x, chosen, len(params["gate"]))
     hidden = product(tiles.x, params, ("gate", "up"), tiles, lambda sums: [glu.in_kernel(*sums)], 1)
-    out = product(hidden, params, ("down",), tiles, lambda sums: sums, _blocks(x.shape[1], tiles.N))
+    out = product(hidden, params, ("down",), tiles, lambda sums: sums, _blocks(x.shape[1], tiles))
     return jnp.einsum("tkd,tk->td", out[tiles.row].astype(jnp.float32), weights).astype(x.dtype)
 
 
@@ -125,9 +126,15 @@ def tokens_of_tile(M: int, E: int) -> int:
 # --- the products -----------------------------------------------------------------------------------------------------
 
 
-def _blocks(dim: int, N: int) -> int:
-    """Return how many blocks of 64 rows of down a program computes: with one it would read little."""
-    return next((n for n in (2, 3) if dim // ROWS % n == 0 and n * N <= 2 * MAX_TOKENS), 1)
+def _blocks(dim: int, tiles: Tiles) -> int:
+    """Return how many blocks of 64 rows of down a program computes.
+
+    With one it would read little, but one it is where the card would have too few programs.
+    """
+    blocks = dim // ROWS
+    if tiles.table.shape[1] * blocks < 2 * PROGRAMS:
+        return 1
+    return next((n for n in (2, 3) if blocks % n == 0 and n * tiles.N <= 2 * MAX_TOKENS), 1)
 
 
 def product(
