@@ -302,14 +302,15 @@ def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
 
 
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
-    """Return the kernel from the routed tokens x [T, D] of a decode step to their outputs, or None."""
+    """Return the kernel from the routed tokens of a step, x [T, D], to their outputs; None for grouped products."""
     if not is_one_gpu(platform, placement) or not _is_hopper():
         return None
     from dovetail.ops.kernels.gpu.experts import few_token_experts, why_not_few_tokens
 
-    why = why_not_few_tokens(x, params, glu)
-    log_once("experts of few tokens", f"grouped products ({why})" if why else "mosaic")
-    return None if why else few_token_experts
+    if why_not_few_tokens(x, params, glu):
+        return None
+    log_once("experts of few tokens", "mosaic")
+    return few_token_experts
 
 
 def choose_product(x: Any, w: Any) -> str:
@@ -396,6 +397,8 @@ def import_kernels(platform: str | None) -> None:
 
         if machine() in ARM:
             from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
+    if is_one_gpu(platform, None) and _is_hopper():
+        from dovetail.ops.kernels.gpu import experts  # noqa: F401
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------

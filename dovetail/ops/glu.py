@@ -32,6 +32,12 @@ class Glu:
             return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
         return self.activate(gate) * up
 
+    def in_kernel(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return act(gate) * up by what kernels can compute: without a gradient, and without exact GELU."""
+        if self.limit is not None:
+            return self(gate, up)
+        return gate * jax.nn.sigmoid(_inner(gate) if self.kind == "gelu_tanh" else gate) * up
+
     def activate(self, x: jax.Array) -> jax.Array:
         """Return the activation of the gate."""
         if self.kind == "gelu_tanh":

@@ -1,8 +1,9 @@
 """Dropless mixture of experts: every token reaches each expert it was routed to.
 
 `experts_reference` runs every expert on every token and keeps what was routed: exact and readable. `experts` sorts the
-(token, expert) pairs by expert and multiplies each group by its own weights, or has a kernel for few tokens. With experts split over a mesh axis each
-device runs its own experts on the tokens of its row of devices, and the partial sums are added.
+(token, expert) pairs by expert and multiplies each group by its own weights; few tokens on Hopper have a kernel of
+their own. With experts split over a mesh axis each device runs its own experts on the tokens of its row of devices, and
+the partial sums are added.
 
 T tokens, D model dim, E experts, F their width, k experts per token, M = T k.
 """

@@ -1,13 +1,14 @@
-"""Experts of few tokens for Hopper (Pallas, Mosaic GPU): the weights are read once, at the memory's bandwidth.
+"""Experts of few tokens for Hopper (Pallas, Mosaic GPU): each weight in use is read once, at the memory's bandwidth.
 
-The weights are the left operand of a warpgroup's products, which has at least 64 rows, and an expert's tokens are the
-right one, which has at least 8: few tokens waste nothing. A program computes 64 rows of gate and up and applies the
-activation, or it computes some rows of down; a token's outputs are then summed. Tiles never span two experts.
+The weights are the left operand of a warpgroup's products, which has at least 64 rows, and the tokens of an expert the
+right one, which has at least 8, so that few tokens waste little. A program computes 64 rows of gate and up and applies
+the activation, or it computes some rows of down. Tiles of tokens never span two experts. The outputs of a token are
+summed by XLA, in f32.
 
-Up to 8 tokens are not sorted: each expert in use multiplies all of them. Otherwise the tokens of an expert lie one
-after another, and groups begin at multiples of 8 rows.
+Up to 8 tokens are not sorted: each expert in use multiplies all of them. More are copied in the order of their experts,
+each of which begins at a multiple of 8 rows.
 
-T tokens, D model dim, E experts, F their width, k experts per token, M = T k pairs, I tiles, N tokens of a tile, R rows.
+T tokens, D model dim, E experts, F their width, k experts per token, M = T k, I tiles, N tokens of a tile, R rows.
 """
 
 from __future__ import annotations
@@ -22,38 +23,42 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.glu import CUBE, SLOPE, Glu
-
+FEW = 256  # tokens of a step, at most: with more it has not been measured
 ROWS, INNER = 64, 64  # of a weight's tile in shared memory
 CHUNK = 8  # tokens that are stored at once
 MAX_TOKENS = 128  # of a tile
-FEW = 256  # tokens of a step, at most
-SHARED = 100 * 1024  # bytes of a program: two share a multiprocessor, and one loads while the other one begins or ends
-ORDER = 1
+# Bytes of shared memory of a program. With the first, two programs share a multiprocessor: one loads while the other
+# one begins or ends. The second is for tiles of which the first holds fewer than MIN_STAGES.
+SHARED = (100 * 1024, 210 * 1024)
+MIN_STAGES = 3
+PROGRAMS = 2 * 132  # that run at once on an H100 or H200
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def why_not_few_tokens(x: Any, params: dict, glu: Glu) -> str | None:
+def why_not_few_tokens(x: Any, params: dict, glu: Any) -> str | None:
     """Return why the kernel cannot run, or None."""
     _, F, D = params["gate"].shape
-    if x.ndim != 2:  # of training: there is no gradient
+    if x.ndim != 2:  # in training, and the kernel has no gradient
         return "x is not a matrix"
     if len(x) > FEW:
         return f"more than {FEW} tokens"
     if not all(isinstance(a, jax.Array) and a.dtype == jnp.bfloat16 for a in (x, *params.values())):
         return "not arrays of bf16"
-    if F % ROWS or D % ROWS:  # of a weight a whole tile is copied
+    if F % ROWS or D % ROWS:  # tiles are whole
         return f"dims of {D} and {F}, not multiples of {ROWS}"
-    return "exact GELU" if glu.limit is None and glu.kind == "gelu" else None  # Mosaic has no erf
+    return "exact GELU" if glu.limit is None and glu.kind == "gelu" else None
 
 
-@functools.partial(jax.jit, static_argnames="glu")  # layers of the same shape share one lowered function
-def few_token_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Glu) -> jax.Array:
-    """Return [T, D], the weighted sum over each token's experts, of x [T, D], weights and chosen [T, k]."""
+@functools.partial(jax.jit, static_argnames="glu")  # the layers of a model share one lowered function
+def few_token_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Any) -> jax.Array:
+    """Return [T, D], the weighted sums over the tokens' experts: x [T, D], weights and chosen [T, k].
+
+    `glu` is an ops.glu.Glu.
+    """
     arrange = all_tokens if len(x) <= CHUNK else sorted_tokens
     tiles = arrange(x, chosen, len(params["gate"]))
-    hidden = product(tiles.x, params, ("gate", "up"), tiles, functools.partial(_activate, glu), blocks=1)
-    out = product(hidden, params, ("down",), tiles, lambda sums: sums, blocks=_blocks(x.shape[1], tiles.N))
+    hidden = product(tiles.x, params, ("gate", "up"), tiles, lambda sums: [glu.in_kernel(*sums)], 1)
+    out = product(hidden, params, ("down",), tiles, lambda sums: sums, _blocks(x.shape[1], tiles))
     return jnp.einsum("tkd,tk->td", out[tiles.row].astype(jnp.float32), weights).astype(x.dtype)
 
 
@@ -63,106 +68,100 @@ def few_token_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, param
 class Tiles(NamedTuple):
     """Describe the tiles of tokens."""
 
-    x: jax.Array  # [.., D], the tokens as they are read
-    table: jax.Array  # [4, I] int32: expert, first row read, first row written, tokens (0: nothing to do)
-    row: jax.Array  # [T, k] int32: where the outputs of a token are written
+    x: jax.Array  # [.., D], the tokens as the first product reads them
+    table: jax.Array  # [4, I] int32: expert, first row read, first row written, tokens (0: the tile is unused)
+    row: jax.Array  # [T, k] int32: the rows written for a token
     N: int
-    R: int
+    R: int  # rows written
 
 
 def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
-    """Return a tile of all tokens for each expert in use: for up to 8 tokens."""
+    """Return a tile of all tokens, of which there are at most 8, for each expert in use."""
     T, k = chosen.shape
     flat = chosen.reshape(-1).astype(jnp.int32)
-    if T * k <= E:  # a tile is the first pair of an expert
+    if T * k <= E:  # a tile is the first pair of an expert; those of one token are distinct
         pair = jnp.arange(T * k, dtype=jnp.int32)
-        # the experts of one token are distinct
         tile = pair if T == 1 else jnp.min(jnp.where(flat[:, None] == flat, pair, T * k), axis=1)
         expert, is_used = flat, tile == pair
     else:
         tile, expert = flat, jnp.arange(E, dtype=jnp.int32)
         is_used = jnp.any(flat[:, None] == expert, axis=0)
-    base = jnp.arange(len(expert), dtype=jnp.int32) * CHUNK
-    table = jnp.stack([expert, jnp.zeros_like(base), base, jnp.where(is_used, T, 0)])
+    first = jnp.arange(len(expert), dtype=jnp.int32) * CHUNK
+    table = jnp.stack([expert, jnp.zeros_like(first), first, jnp.where(is_used, T, 0)])
     row = tile.reshape(T, k) * CHUNK + jnp.arange(T, dtype=jnp.int32)[:, None]
     return Tiles(x, table, row, CHUNK, len(expert) * CHUNK)
 
 
-def tokens_of_tile(M: int, E: int) -> int:
-    """Return N: twice the mean of a group, so that most groups are one tile."""
-    return min(max(CHUNK, pl.next_power_of_2(2 * M // E)), MAX_TOKENS)
-
-
 def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
-    """Return the tokens sorted by expert, and their tiles.
+    """Return the tokens in the order of their experts, and their tiles.
 
-    Positions are counted, not sorted: a sort is several kernels.
+    Positions are counted by comparing all pairs: a sort is several kernels.
     """
     T, k = chosen.shape
     M, N = T * k, tokens_of_tile(T * k, E)
     flat = chosen.reshape(-1).astype(jnp.int32)
     pair, expert = jnp.arange(M, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
-    sizes = jnp.sum(flat == expert[:, None], axis=1, dtype=jnp.int32)
-    within = jnp.sum((flat == flat[:, None]) & (pair < pair[:, None]), axis=1, dtype=jnp.int32)
+    count = functools.partial(jnp.sum, axis=1, dtype=jnp.int32)
+    sizes = count(flat == expert[:, None])
+    within = count((flat == flat[:, None]) & (pair < pair[:, None]))
     before = expert < expert[:, None]
-    starts = jnp.sum(jnp.where(before, -(-sizes // CHUNK) * CHUNK, 0), axis=1, dtype=jnp.int32)
-    first_tile = jnp.sum(jnp.where(before, -(-sizes // N), 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(min(E, M) + M // N, dtype=jnp.int32)
-    owner = jnp.sum(first_tile <= tile[:, None], axis=1, dtype=jnp.int32) - 1
+    starts = count(jnp.where(before, -(-sizes // CHUNK) * CHUNK, 0))
+    first_tile = count(jnp.where(before, -(-sizes // N), 0))
+    tile = jnp.arange(min(E, M) + M // N, dtype=jnp.int32)  # as many as there can be
+    owner = count(first_tile <= tile[:, None]) - 1
     offset = (tile - first_tile[owner]) * N
-    row = starts[flat] + within
-    R = M + (CHUNK - 1) * min(E, M)
-    R += -R % CHUNK
     first = starts[owner] + offset
     table = jnp.stack([owner, first, first, jnp.clip(sizes[owner] - offset, 0, N)])
+    row = starts[flat] + within
+    R = pl.cdiv(M + (CHUNK - 1) * min(E, M), CHUNK) * CHUNK
     rows = jnp.zeros((R, x.shape[1]), x.dtype).at[row].set(x[pair // k], unique_indices=True)
     return Tiles(rows, table, row.reshape(T, k), N, R)
+
+
+def tokens_of_tile(M: int, E: int) -> int:
+    """Return twice the mean size of a group: most groups are then one tile, and their weights are read once."""
+    return min(max(CHUNK, pl.next_power_of_2(2 * M // E)), MAX_TOKENS)
 
 
 # --- the products -----------------------------------------------------------------------------------------------------
 
 
-def _activate(glu: Glu, sums: list[jax.Array]) -> list[jax.Array]:
-    def one(gate: jax.Array, up: jax.Array) -> jax.Array:
-        if glu.limit is not None:
-            return glu(gate, up)
-        inner = SLOPE * (gate + CUBE * gate * gate * gate) if glu.kind == "gelu_tanh" else gate
-        return gate * jax.nn.sigmoid(inner) * up
+def _blocks(dim: int, tiles: Tiles) -> int:
+    """Return how many blocks of 64 rows of down a program computes.
 
-    return [one(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
-
-
-def _blocks(dim: int, N: int) -> int:
-    """Return how many blocks of 64 rows of down a program computes: enough of them that its start is worth it."""
-    return next((n for n in (2, 3) if dim // ROWS % n == 0 and n * N <= 2 * MAX_TOKENS), 1)
+    With one it would read little, but one it is where the card would have too few programs.
+    """
+    blocks = dim // ROWS
+    if tiles.table.shape[1] * blocks < 2 * PROGRAMS:
+        return 1
+    return next((n for n in (2, 3) if blocks % n == 0 and n * tiles.N <= 2 * MAX_TOKENS), 1)
 
 
 def product(
     x: jax.Array, params: dict, names: tuple[str, ...], tiles: Tiles, epilogue: Callable, blocks: int
 ) -> jax.Array:
-    """Return [R, out] of x [.., in]: the rows of each tile by its expert's weights [E, out, in] of these names.
+    """Multiply the rows of each tile by its expert's weights [E, out, in] of these names: x [.., in] -> [R, out].
 
     Args:
-        x: The tokens.
+        x: The tokens as `tiles` has them, or the rows of a previous product.
         params: The experts' weights and biases.
-        names: The weights.
+        names: The weights of this product.
         tiles: The tiles.
-        epilogue: It maps the sums of each weight, each [64, N] f32, to what is written: as many as `blocks`.
-        blocks: Blocks of 64 rows of each weight that a program computes.
+        epilogue: A function from the sums, [64, N] f32 for each block of each weight, to an output for each block.
+        blocks: The blocks of 64 rows of each weight that a program computes.
     """
     ws = [params[name] for name in names]
     biases = [params[f"{name}_bias"] for name in names if f"{name}_bias" in params]
     size, parts = ws[0].shape[1], len(ws) * blocks
-    stage = (parts * ROWS + tiles.N) * INNER * x.dtype.itemsize
-    stages = min(max((SHARED - blocks * tiles.N * ROWS * 2) // stage, 2), x.shape[1] // INNER)
-    reads = 1 if x is tiles.x else 2  # the second product reads where the first one wrote
-    body = functools.partial(_program, tiles.N, blocks, epilogue, reads)
+    stages = _stages(parts, blocks, tiles.N, x.shape[1] // INNER)
+    reads = 1 if x is tiles.x else 2  # a second product reads where the first one wrote
+    body = functools.partial(_program, blocks, epilogue, reads)
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
-        weights, added, out_ref = refs[: len(ws)], refs[len(ws) : -1], refs[-1]
-        scoped = functools.partial(
+        arrays = table_ref, x_ref, refs[: len(ws)], refs[len(ws) : -1], refs[-1]
+        run = functools.partial(
             pl.run_scoped,
-            functools.partial(body, table_ref, x_ref, weights, added, out_ref),
+            functools.partial(body, *arrays),
             _shared((stages, parts, ROWS, INNER), x.dtype),
             _shared((stages, tiles.N, INNER), x.dtype),
             _shared((blocks, tiles.N, ROWS), x.dtype),
@@ -170,15 +169,24 @@ def product(
             plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=parts),
         )
-        pl.when(table_ref[3, lax.axis_index("tile")] > 0)(scoped)
+        pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
 
+    # the default in jax 0.12, and not in 0.10
+    semantics = plgpu.LoweringSemantics.Warpgroup
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((tiles.R, size), x.dtype),
-        grid=(tiles.table.shape[1], size // (ROWS * blocks))[::ORDER],
-        grid_names=("tile", "block")[::ORDER],
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        grid=(tiles.table.shape[1], size // (ROWS * blocks)),
+        grid_names=("tile", "block"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics),
     )(tiles.table, x, *ws, *biases)
+
+
+def _stages(parts: int, blocks: int, N: int, steps: int) -> int:
+    """Return how many steps are in shared memory at once, of which one is multiplied and the others are loaded."""
+    step, results = (parts * ROWS + N) * INNER * 2, blocks * N * ROWS * 2
+    fitting = [(size - results) // step for size in SHARED]
+    return min(fitting[0] if fitting[0] >= MIN_STAGES else fitting[1], steps + 1)
 
 
 def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -187,58 +195,66 @@ def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _program(
-    N: int, blocks: int, epilogue: Callable, reads: int, table_ref: Any, x_ref: Any, weights: Any, biases: Any, out_ref: Any,
-    tiles_w: Any, tiles_x: Any, results: Any, tiles_b: Any, loaded: Any, biases_loaded: Any,
+    blocks: int, epilogue: Callable, reads: int,
+    table_ref: Any, x_ref: Any, weights: Any, biases: Any, out_ref: Any,
+    tiles_w: Any, tiles_x: Any, results: Any, vectors: Any, loaded: Any, biases_loaded: Any,
 ) -> None:  # fmt: skip
-    """Compute the rows of one block for one tile."""
+    """Compute the rows of some blocks for one tile."""
     tile, block = lax.axis_index("tile"), lax.axis_index("block")
     expert, source, target, count = (table_ref[i, tile] for i in (0, reads, 2, 3))
-    source, target = (pl.multiple_of(row, CHUNK) for row in (source, target))
-    stages, steps = tiles_w.shape[0], x_ref.shape[1] // INNER
-    parts = [(w, pl.ds((block * blocks + i) * ROWS, ROWS)) for i in range(blocks) for w in range(len(weights))]
+    source, target = pl.multiple_of(source, CHUNK), pl.multiple_of(target, CHUNK)
+    rows = [pl.ds((block * blocks + i) * ROWS, ROWS) for i in range(blocks)]
+    parts = [(i, each) for each in rows for i in range(len(weights))]
 
     def fetch(step: Any, slot: Any) -> None:
         columns = pl.ds(step * INNER, INNER)
-        for i, (w, rows) in enumerate(parts):
-            plgpu.copy_gmem_to_smem(weights[w].at[expert, rows, columns], tiles_w.at[slot, i], loaded.at[slot])
-        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(source, N), columns], tiles_x.at[slot], loaded.at[slot])
+        for at, (i, part) in enumerate(parts):
+            plgpu.copy_gmem_to_smem(weights[i].at[expert, part, columns], tiles_w.at[slot, at], loaded.at[slot])
+        tokens = pl.ds(source, tiles_x.shape[1])  # those past the last row are zeros
+        plgpu.copy_gmem_to_smem(x_ref.at[tokens, columns], tiles_x.at[slot], loaded.at[slot])
+
+    for step in range(tiles_w.shape[0] - 1):
+        fetch(step, step)
+    for at, (i, part) in enumerate(parts if biases else ()):
+        plgpu.copy_gmem_to_smem(biases[i].at[expert, part], vectors.at[at], biases_loaded)
+
+    sums = _sums(tiles_w, tiles_x, loaded, fetch, x_ref.shape[1] // INNER)
+    if biases:
+        plgpu.barrier_wait(biases_loaded)
+        added = (plgpu.layout_cast(vectors[at], plgpu.Layout.WGMMA.reduce(1)) for at in range(len(parts)))
+        sums = [x + lax.broadcast_in_dim(b.astype(x.dtype), x.shape, [0]) for x, b in zip(sums, added, strict=True)]
+    for i, out in enumerate(epilogue(sums)):
+        turned = plgpu.layout_cast(out.astype(results.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        results.at[i].transpose((1, 0))[...] = turned
+    plgpu.commit_smem()
+    for first in range(0, results.shape[1], CHUNK):
+        chunk, into = pl.ds(first, CHUNK), pl.ds(target + first, CHUNK)
+
+        @pl.when(first < count)  # the rows after a tile are another one's
+        def _(chunk: Any = chunk, into: Any = into) -> None:
+            for i, columns in enumerate(rows):
+                plgpu.copy_smem_to_gmem(results.at[i, chunk], out_ref.at[into, columns])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _sums(tiles_w: Any, tiles_x: Any, loaded: Any, fetch: Callable, steps: int) -> list[jax.Array]:
+    """Return the products of each part with the tokens, [64, N] f32."""
+    stages, parts, N = tiles_w.shape[0], tiles_w.shape[1], tiles_x.shape[1]
 
     def slot_of(step: Any) -> Any:
         return lax.rem(step, jnp.array(stages, step.dtype))
 
-    for step in range(stages - 1):
-        fetch(step, step)
-    if biases:
-        for i, (w, rows) in enumerate(parts):
-            plgpu.copy_gmem_to_smem(biases[w].at[expert, rows], tiles_b.at[i], biases_loaded)
-
-    def multiply(sums: list) -> list:
+    def multiply(sums: list) -> list[jax.Array]:
         @pl.loop(0, steps)
         def _(step: Any) -> None:
-            slot = slot_of(step)
+            slot, ahead = slot_of(step), step + stages - 1
             plgpu.barrier_wait(loaded.at[slot])
-            for i, acc in enumerate(sums):
-                plgpu.wgmma(acc, tiles_w.at[slot, i], tiles_x.at[slot].transpose((1, 0)))
-            plgpu.wgmma_wait(len(sums))  # the previous step's are done: its slot is free
-            ahead = step + stages - 1
+            for at, acc in enumerate(sums):
+                plgpu.wgmma(acc, tiles_w.at[slot, at], tiles_x.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(parts)  # those of the previous step are done, and its slot is free
             pl.when(ahead < steps)(lambda: fetch(ahead, slot_of(ahead)))
 
         return [acc[...] for acc in sums]
 
-    totals = pl.run_scoped(multiply, [ACC((ROWS, N), jnp.float32) for _ in parts])
-    if biases:
-        plgpu.barrier_wait(biases_loaded)
-        vector = plgpu.Layout.WGMMA.reduce(1)
-        added = [plgpu.layout_cast(tiles_b[i], vector) for i in range(len(parts))]
-        spread = [lax.broadcast_in_dim(b.astype(jnp.float32), (ROWS, N), [0]) for b in added]
-        totals = [total + b for total, b in zip(totals, spread, strict=True)]
-    for i, out in enumerate(epilogue(totals)):
-        turned = plgpu.layout_cast(out.astype(results.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        results.at[i].transpose((1, 0))[...] = turned
-    plgpu.commit_smem()
-    for i in range(blocks):
-        columns = pl.ds((block * blocks + i) * ROWS, ROWS)
-        for row in range(0, N, CHUNK):
-            into = out_ref.at[pl.ds(target + row, CHUNK), columns]
-            pl.when(row < count)(functools.partial(plgpu.copy_smem_to_gmem, results.at[i, pl.ds(row, CHUNK)], into))
-    plgpu.wait_smem_to_gmem(0)
+    return pl.run_scoped(multiply, [ACC((ROWS, N), jnp.float32) for _ in range(parts)])
