@@ -276,6 +276,16 @@ def grouped_each_kernel(platform: str | None, rows: Any, w: Any) -> Callable | N
     return grouped_matmuls
 
 
+def grouped_glu_kernel(platform: str | None, rows: Any, gate: Any, kind: str) -> Callable | None:
+    """Return the products with gate and up [E, F, in] that end with the gated unit of this kind; None for the parts."""
+    if kind != "silu" or choose_grouped(platform, rows, gate) != "mosaic":
+        return None
+    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_glu
+
+    log_once("experts", "mosaic")
+    return grouped_glu
+
+
 def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
     """Return the kernel that gathers `rows` whole rows of x [T, D], on Hopper; None for XLA's gather."""
     if (platform or jax.default_backend()) not in NVIDIA or not _is_hopper():

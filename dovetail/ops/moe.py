@@ -10,6 +10,7 @@ T tokens, D model dim, E experts, F their width, k experts per token, M = T k.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
-from dovetail.ops.dispatch import gather_kernel
+from dovetail.ops.dispatch import gather_kernel, grouped_glu_kernel
 from dovetail.ops.glu import Glu
-from dovetail.ops.linear import grouped, grouped_each, matmul, per_head
+from dovetail.ops.linear import ARRAYS, grouped, grouped_each, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
 
 ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
@@ -167,14 +168,28 @@ def _grouped(
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
     rows = _deal(x, order, back, k, platform)
-    gate, up = grouped_each(rows, (params["gate"], params["up"]), sizes, platform)
-    hidden = glu(finish(gate, "gate"), finish(up, "up"))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
-    hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
+    if kernel := _fused_glu(rows, params, glu, platform):
+        hidden = kernel(rows, params["gate"], params["up"], share, sizes)
+    else:
+        gate, up = grouped_each(rows, (params["gate"], params["up"]), sizes, platform)
+        hidden = glu(finish(gate, "gate"), finish(up, "up"))
+        hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
     out = finish(grouped(hidden, params["down"], sizes, platform), "down", bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
     return _collect(out, order, back, k, platform)
+
+
+def _fused_glu(rows: jax.Array, params: ExpertWeights, glu: Glu, platform: str | None) -> Callable | None:
+    """Return the kernel that computes the experts' gated unit at once, where there is one."""
+    if (
+        "gate_bias" in params
+        or glu.limit is not None
+        or not all(isinstance(params[name], ARRAYS) for name in ("gate", "up"))
+    ):
+        return None
+    return grouped_glu_kernel(platform, rows, params["gate"], glu.kind)
 
 
 def _positions(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
