@@ -266,35 +266,6 @@ def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
     return kernel
 
 
-def grouped_each_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
-    """Return the grouped matmul with several weights of the shape of w, whose gradient to the rows is one kernel."""
-    if choose_grouped(platform, rows, w) != "mosaic":
-        return None
-    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmuls
-
-    log_once("experts", "mosaic")
-    return grouped_matmuls
-
-
-def grouped_glu_kernel(platform: str | None, rows: Any, gate: Any, kind: str) -> Callable | None:
-    """Return the products with gate and up [E, F, in] that end with the gated unit of this kind; None for the parts."""
-    if kind != "silu" or choose_grouped(platform, rows, gate) != "mosaic":
-        return None
-    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_glu
-
-    log_once("experts", "mosaic")
-    return grouped_glu
-
-
-def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
-    """Return the kernel that gathers `rows` whole rows of x [T, D], on Hopper; None for XLA's gather."""
-    if (platform or jax.default_backend()) not in NVIDIA or not _is_hopper():
-        return None
-    from dovetail.ops.kernels.gpu.gather import gather_rows, why_not_gather
-
-    return None if why_not_gather(rows, x.shape[1], x.dtype) else gather_rows
-
-
 def choose_product(x: Any, w: Any) -> str:
     """Return the implementation of x [rows, in] times w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
     if why_not_ours(x, w):

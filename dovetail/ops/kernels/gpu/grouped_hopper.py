@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -31,7 +30,6 @@ INNER = 64  # of the summed dim at a time: 128 bytes, the widest swizzle
 ALIGNED = 8  # rows of a swizzled tile of shared memory
 CHUNK = 64  # columns that are stored at a time
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-WHOLE = () if jax.__version_info__ >= (0, 12) else ((),)  # an index that `plgpu.load` takes before jax 0.12
 
 
 @dataclass(frozen=True)
@@ -100,54 +98,6 @@ _matmul = jax.custom_vjp(_matmul_only, nondiff_argnums=(3, 4, 5))
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@jax.custom_vjp
-def grouped_matmuls(x: jax.Array, ws: tuple[jax.Array, ...], sizes: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `grouped_matmul` of x with each of the weights [E, N, K].
-
-    Their gradients to x are summed in one kernel.
-    """
-    return tuple(rows_product(x, w, sizes, transposed=True) for w in ws)
-
-
-def _matmuls_forward(x, ws, sizes):
-    return grouped_matmuls(x, ws, sizes), (x, ws, sizes)
-
-
-def _matmuls_backward(saved, dys):
-    x, ws, sizes = saved
-    dx = _rows_products(list(zip(dys, ws, strict=True)), sizes, transposed=False)
-    return dx, tuple(weights_product(dy, x, sizes, dtype=w.dtype) for dy, w in zip(dys, ws, strict=True)), None
-
-
-grouped_matmuls.defvjp(_matmuls_forward, _matmuls_backward)
-
-
-@jax.custom_vjp
-def grouped_glu(x: jax.Array, gate: jax.Array, up: jax.Array, share: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return silu(g) u share [M, F] for g and u, `grouped_matmul` of x with gate and up [E, F, K]; share is [M, 1]."""
-    return glu_product(x, gate, up, share, sizes, keep=False)[0]
-
-
-def _glu_forward(x, gate, up, share, sizes):
-    # named, as the other products are, for what a training step keeps (models.decoder)
-    out, g, u = (checkpoint_name(y, "product") for y in glu_product(x, gate, up, share, sizes, keep=True))
-    return out, (x, gate, up, share, sizes, g, u)
-
-
-def _glu_backward(saved, dy):
-    x, gate, up, share, sizes, g, u = saved
-    g32, u32, dy32 = (a.astype(jnp.float32) for a in (g, u, dy))
-    s = jax.nn.sigmoid(g32)
-    dshare = jnp.sum(dy32 * g32 * s * u32, axis=1, keepdims=True).astype(share.dtype)
-    dg = (dy32 * share * u32 * s * (1 + g32 * (1 - s))).astype(g.dtype)
-    du = (dy32 * share * g32 * s).astype(u.dtype)
-    dx, dws, _ = _matmuls_backward((x, (gate, up), sizes), (dg, du))
-    return dx, *dws, dshare, None
-
-
-grouped_glu.defvjp(_glu_forward, _glu_backward)
-
-
 # ------------------------------------------------------------------------------------------------ rows by weights
 
 
@@ -155,56 +105,19 @@ def rows_product(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: Tiles | None = None
 ) -> jax.Array:
     """Multiply x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
-    return _rows_products([(x, w)], sizes, transposed=transposed, tiles=tiles)
-
-
-def _rows_products(
-    pairs: list[tuple[jax.Array, jax.Array]], sizes: jax.Array, *, transposed: bool, tiles: Tiles | None = None
-) -> jax.Array:
-    """Return the sum of the `rows_product` of each (x, w), all of one shape."""
-    N = pairs[0][1].shape[1 if transposed else 2]
-    operands = [operand for pair in pairs for operand in pair]
-    name = f"grouped_matmul_{'forward' if transposed else 'to_x'}_hopper"
-    return _over_rows(operands, sizes, N, tiles or default_tiles(N), name, pairs=len(pairs), transposed=transposed)[0]
-
-
-def glu_product(
-    x: jax.Array, gate: jax.Array, up: jax.Array, share: jax.Array, sizes: jax.Array, *, keep: bool
-) -> list[jax.Array]:
-    """Return silu(g) u share [M, F] for g and u, the products of x [M, K] with gate and up [E, F, K]; share is [M, 1].
-
-    With `keep`, g and u are returned too.
-    """
-    padded = jnp.pad(share[:, 0].astype(jnp.float32), (0, ROWS))  # the last tile may end beyond
-    options = dict(weights=2, transposed=True, finish=_silu_glu, num_outs=3 if keep else 1)
-    return _over_rows([x, gate, up, padded], sizes, gate.shape[1], Tiles(cols=128), "grouped_glu_hopper", **options)
-
-
-def _silu_glu(gate: jax.Array, up: jax.Array, share: jax.Array) -> list[jax.Array]:
-    return [gate / (1 + jnp.exp(-gate)) * up * share, gate, up]
-
-
-def _over_rows(
-    operands: list[jax.Array], sizes: jax.Array, N: int, t: Tiles, name: str,
-    *, pairs: int = 1, weights: int = 1, transposed: bool, finish: Callable | None = None, num_outs: int = 1,
-) -> list[jax.Array]:  # fmt: skip
-    """Multiply rows by their group's weights.
-
-    The operands are `pairs` times rows and `weights` weights. Products with the same place among the weights are added.
-    `finish` maps the sums, and a factor for each row, the last operand, to what is stored, of which the first
-    `num_outs` are returned: [M, N] each.
-    """
-    x, w = operands[:2]
+    M, N = len(x), w.shape[1 if transposed else 2]
+    t = tiles or default_tiles(N)
     block = (t.cols, INNER) if transposed else (INNER, t.cols)
-    shared = [_shared((t.stages, ROWS, INNER), x.dtype)]
-    shared += [_shared((t.stages, *block), w.dtype) for _ in range(weights)]
+    shared = [_shared((t.stages, ROWS, INNER), x.dtype), _shared((t.stages, *block), w.dtype)]
     # a part of the rows of a tile may be stored: tiles of one row
     shared.append(_shared((GROUPS, 2, HALF, CHUNK), x.dtype, rows=1))
-    body = functools.partial(
-        _rows_body, pairs=pairs, weights=weights, transposed=transposed, finish=finish, num_cols=pl.cdiv(N, t.cols), t=t
-    )
-    out = jax.ShapeDtypeStruct((len(x), N), x.dtype)
-    return _kernel(body, name, [out] * num_outs, shared, t.stages)(*tiles_of(sizes, len(x)), *operands)
+    return _kernel(
+        functools.partial(_rows_body, transposed=transposed, num_cols=pl.cdiv(N, t.cols), t=t),
+        f"grouped_matmul_{'forward' if transposed else 'to_x'}_hopper",
+        jax.ShapeDtypeStruct((M, N), x.dtype),
+        shared,
+        t.stages,
+    )(*tiles_of(sizes, M), x, w)
 
 
 def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
@@ -226,33 +139,28 @@ def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
     return group, first, jnp.maximum((ends - sizes)[group], first), ends[group], tile_ends[-1:]
 
 
-def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any, pairs: int, weights: int,
-               transposed: bool, finish: Callable | None, num_cols: int, t: Tiles):  # fmt: skip
-    *arrays, (xs, *ws, outs), loaded, released = refs
-    width = 1 + weights
-    operands = [arrays[i * width : (i + 1) * width] for i in range(pairs)]
-    out_refs = arrays[pairs * width + (finish is not None) :]
+def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, x_ref, w_ref, out_ref, shared, loaded, released,
+               *, transposed: bool, num_cols: int, t: Tiles):  # fmt: skip
+    xs, ws, outs = shared
     warpgroup = lax.axis_index("warpgroup")
-    num_groups, whole = operands[0][1].shape[0], operands[0][0].shape[1] // INNER
+    whole = x_ref.shape[1] // INNER
 
     def block(program: jax.Array) -> tuple:
         tile, col = _swizzled(program, count_ref[0], num_cols, t.swizzle)
         group = group_ref[tile]
         # nothing is read for rows in no group, which stay 0
-        return tile, group, col * t.cols, jnp.where(group < num_groups, pairs * whole, 0)
+        return tile, group, col * t.cols, jnp.where(group < w_ref.shape[0], whole, 0)
 
     def load(program: jax.Array, at: jax.Array) -> jax.Array:
         tile, group, col, steps = block(program)
         rows, cols = pl.ds(pl.multiple_of(first_ref[tile], ALIGNED), ROWS), pl.ds(col, t.cols)
-        for x_ref, *w_refs in operands:
 
-            def sources(step: jax.Array, x_ref: Any = x_ref, w_refs: list = w_refs) -> list:
-                inner = pl.ds(step * INNER, INNER)
-                at = (group, cols, inner) if transposed else (group, inner, cols)
-                return [(x_ref.at[rows, inner], xs), *((w_ref.at[at], w) for w_ref, w in zip(w_refs, ws, strict=True))]
+        def sources(step: jax.Array) -> list:
+            inner = pl.ds(step * INNER, INNER)
+            weights = w_ref.at[group, cols, inner] if transposed else w_ref.at[group, inner, cols]
+            return [(x_ref.at[rows, inner], xs), (weights, ws)]
 
-            at = _load(sources, jnp.minimum(steps, whole), at, loaded, released)
-        return at
+        return _load(sources, steps, at, loaded, released)
 
     def compute(program: jax.Array, at: jax.Array) -> jax.Array:
         tile, _, col, steps = block(program)
@@ -260,29 +168,24 @@ def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any, 
         start = jnp.clip(start_ref[tile] - first, 0, HALF)
         count = jnp.clip(end_ref[tile] - first, 0, HALF) - start
 
-        def multiply(accs: tuple, slot: jax.Array, _: jax.Array) -> None:
-            for acc, w in zip(accs, ws, strict=True):
-                block = w.at[slot].transpose((1, 0)) if transposed else w.at[slot]
-                plgpu.wgmma(acc, xs.at[slot, pl.ds(warpgroup * HALF, HALF)], block)
+        def multiply(acc: Any, slot: jax.Array, _: Any = None) -> None:
+            weights = ws.at[slot].transpose((1, 0)) if transposed else ws.at[slot]
+            plgpu.wgmma(acc, xs.at[slot, pl.ds(warpgroup * HALF, HALF)], weights)
 
         parts = [(jnp.where(count > 0, steps, 0), multiply), (steps, lambda *_: None)]
-        totals = _sum(parts, weights, t.cols, at, loaded, released)
-        if finish is not None:
-            own = arrays[pairs * width].at[pl.ds(first, HALF)]
-            share = plgpu.load(own, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        total = _sum(parts, t.cols, at, loaded, released)
 
-        def values(at: int) -> list:
-            chunks = [total[:, at : at + CHUNK] for total in totals]
-            return finish(*chunks, lax.broadcast_in_dim(share, chunks[0].shape, [0])) if finish else chunks
-
-        def store(buffer: Any, which: int, at: int) -> None:
+        def store(buffer: Any, at: int) -> None:
             offset, size = start, HALF
             while size:  # the bits of `count`: a copy has a fixed number of rows
-                target = out_refs[which].at[pl.ds(first + offset, size), pl.ds(col + at, CHUNK)]
-                _store_if((count & size) != 0, buffer.at[pl.ds(offset, size)], target)
+                _store_if(
+                    (count & size) != 0,
+                    buffer.at[pl.ds(offset, size)],
+                    out_ref.at[pl.ds(first + offset, size), pl.ds(col + at, CHUNK)],
+                )
                 offset, size = offset + (count & size), size // 2
 
-        _store(values, len(out_refs), t.cols, outs.at[warpgroup], store)
+        _store(total, outs.at[warpgroup], store)
         return at + steps
 
     _run(count_ref[0] * num_cols, load, compute, released)
@@ -307,10 +210,10 @@ def weights_product(
     return _kernel(
         functools.partial(_weights_body, num_rows=pl.cdiv(N, ROWS), num_cols=pl.cdiv(K, t.cols), t=t),
         "grouped_matmul_to_w_hopper",
-        [jax.ShapeDtypeStruct((E, N, K), dtype)],
+        jax.ShapeDtypeStruct((E, N, K), dtype),
         shared,
         t.stages,
-    )(ends - sizes.astype(jnp.int32), ends, dy, x)[0]
+    )(ends - sizes.astype(jnp.int32), ends, dy, x)
 
 
 def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, released,
@@ -339,29 +242,29 @@ def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, re
         group, row, col, start, end, _, steps = block(program)
         row += warpgroup * HALF
 
-        def multiply(accs: tuple, slot: jax.Array, _: jax.Array) -> None:
+        def multiply(acc: Any, slot: jax.Array, _: Any = None) -> None:
             own = dys.at[slot, :, pl.ds(warpgroup * HALF, HALF)]
-            plgpu.wgmma(accs[0], own.transpose((1, 0)), xs.at[slot])
+            plgpu.wgmma(acc, own.transpose((1, 0)), xs.at[slot])
 
-        def multiply_group(accs: tuple, slot: jax.Array, step: jax.Array) -> None:
+        def multiply_group(acc: Any, slot: jax.Array, step: jax.Array) -> None:
             """Set the rows of other groups to zero first."""
             own = dys.at[slot, :, pl.ds(warpgroup * HALF, HALF)]
             index = plgpu.broadcasted_iota(jnp.int32, (INNER, HALF), 0, layout=plgpu.Layout.WGMMA) + step * INNER
             values = own[...]
             own[...] = jnp.where((index >= start) & (index < end), values, jnp.zeros_like(values))
             plgpu.commit_smem()
-            multiply(accs, slot, step)
+            multiply(acc, slot)
 
         head = jnp.where(start > 0, jnp.minimum(steps, 1), 0)
         tail = jnp.maximum(lax.div(end, INNER), head)
         parts = [(head, multiply_group), (jnp.minimum(tail, steps), multiply), (steps, multiply_group)]
-        (total,) = _sum(parts, 1, t.cols, at, loaded, released)
+        total = _sum(parts, t.cols, at, loaded, released)
 
-        def store(buffer: Any, _: int, at: int) -> None:
+        def store(buffer: Any, at: int) -> None:
             target = out_ref.at[group, pl.ds(row, HALF), pl.ds(col + at, CHUNK)]
             plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
-        _store(lambda at: [total[:, at : at + CHUNK]], 1, t.cols, outs.at[warpgroup], store)
+        _store(total, outs.at[warpgroup], store)
         return at + steps
 
     _run(out_ref.shape[0] * num_rows * num_cols, load, compute, released)
@@ -370,24 +273,21 @@ def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, re
 # ------------------------------------------------------------------------------------------------ parts of a kernel
 
 
-def _kernel(body: Callable, name: str, outs: list, shared: list, stages: int) -> Callable:
-    """Return the kernel of `body(*inputs, *outputs, shared memory, loaded, released)`.
-
-    Its shared memory is one array for each copy of a step, and one for what is stored.
-    """
+def _kernel(body: Callable, name: str, out: jax.ShapeDtypeStruct, shared: list, stages: int) -> Callable:
+    """Return the kernel of `body(*inputs, output, shared memory, loaded, released)`."""
 
     def entry(*refs: Any) -> None:
         pl.run_scoped(
             functools.partial(body, *refs),
             shared,
-            plgpu.Barrier(num_arrivals=len(shared) - 1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # two copies
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             collective_axes="warpgroup",
         )
 
     return plgpu.kernel(
         entry,
-        out_type=outs,
+        out_type=out,
         grid=(PROGRAMS,),
         grid_names=("program",),
         num_threads=GROUPS + 1,
@@ -443,16 +343,16 @@ def _load(sources: Callable, steps: jax.Array, at: jax.Array, loaded: Any, relea
     return at + steps
 
 
-def _sum(parts: list, count: int, cols: int, at: jax.Array, loaded: Any, released: Any) -> list[jax.Array]:
-    """Return `count` sums [HALF, cols] f32 over the steps: of each part (end, multiply), those before its end."""
+def _sum(parts: list, cols: int, at: jax.Array, loaded: Any, released: Any) -> jax.Array:
+    """Return the sum [HALF, cols] f32 over the steps: of each part (end, multiply), those before its end."""
     stages = jnp.int32(released.shape[0])
 
-    def products(*accs: Any) -> list[jax.Array]:
+    def products(acc: Any) -> jax.Array:
         def run(step: jax.Array, _: None, multiply: Callable) -> None:
             slot = lax.rem(at + step, stages)
             plgpu.barrier_wait(loaded.at[slot])
-            multiply(accs, slot, step)
-            plgpu.wgmma_wait(count)  # those of the step before are done
+            multiply(acc, slot, step)
+            plgpu.wgmma_wait(1)  # the one before is done
 
             @pl.when(step > 0)
             def _() -> None:
@@ -462,28 +362,24 @@ def _sum(parts: list, count: int, cols: int, at: jax.Array, loaded: Any, release
         for end, multiply in parts:
             lax.fori_loop(start, end, functools.partial(run, multiply=multiply), None)
             start = end
-        return [acc[...] for acc in accs]
+        return acc[...]
 
-    totals = pl.run_scoped(products, *(ACC((HALF, cols), jnp.float32) for _ in range(count)))
+    total = pl.run_scoped(products, ACC((HALF, cols), jnp.float32))
     steps = parts[-1][0]
 
     @pl.when(steps > 0)
     def _() -> None:
         plgpu.barrier_arrive(released.at[lax.rem(at + steps + stages - 1, stages)])
 
-    return totals
+    return total
 
 
-def _store(values: Callable, num_outs: int, cols: int, buffers: Any, store: Callable) -> None:
-    """Store the outputs of a tile by chunks of columns, `values(column)`.
-
-    `store(buffer, output, column)` copies one from shared memory.
-    """
-    for i, at in enumerate(range(0, cols, CHUNK)):
-        for which, value in enumerate(values(at)[:num_outs]):
-            buffer = buffers.at[(i * num_outs + which) % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the buffer's last copy
-            buffer[...] = value.astype(buffers.dtype)
-            plgpu.commit_smem()
-            store(buffer, which, at)
-            plgpu.commit_smem_to_gmem_group()
+def _store(total: jax.Array, buffers: Any, store: Callable) -> None:
+    """Store the sums of a tile by chunks of columns; `store(buffer, column)` copies one from shared memory."""
+    for i in range(total.shape[1] // CHUNK):
+        buffer = buffers.at[i % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the buffer's last copy
+        buffer[...] = total[:, i * CHUNK : (i + 1) * CHUNK].astype(buffers.dtype)
+        plgpu.commit_smem()
+        store(buffer, i * CHUNK)
+        plgpu.commit_smem_to_gmem_group()
