@@ -282,25 +282,6 @@ def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
     return kernel
 
 
-def grouped_each_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
-    """Return the grouped matmul with several weights of the shape of w, whose gradient to the rows is one kernel."""
-    if choose_grouped(platform, rows, w) != "mosaic":
-        return None
-    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmuls
-
-    log_once("experts", "mosaic")
-    return grouped_matmuls
-
-
-def gather_kernel(platform: str | None, rows: int, x: Any) -> Callable | None:
-    """Return the kernel that gathers `rows` whole rows of x [T, D], on Hopper; None for XLA's gather."""
-    if (platform or jax.default_backend()) not in NVIDIA or not _is_hopper():
-        return None
-    from dovetail.ops.kernels.gpu.gather import gather_rows, why_not_gather
-
-    return None if why_not_gather(rows, x.shape[1], x.dtype) else gather_rows
-
-
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from the routed tokens of a step, x [T, D], to their outputs; None for grouped products."""
     if not is_one_gpu(platform, placement) or not _is_hopper():

@@ -21,9 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
-from dovetail.ops.dispatch import experts_kernel, gather_kernel
+from dovetail.ops.dispatch import experts_kernel
 from dovetail.ops.glu import Glu
-from dovetail.ops.linear import grouped, grouped_each, matmul, per_head
+from dovetail.ops.linear import grouped, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
 
 ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
@@ -163,77 +163,80 @@ def _grouped(
     back, sizes = _positions(group, num_experts)
     order = jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
-    share = _deal(weights.reshape(-1, 1), order, back, 1, platform)  # f32
+    share = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
-    def finish(product: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = checkpoint_name(product, "product")
+    def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
+        y = checkpoint_name(grouped(inputs, params[name], sizes, platform), "product")
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
-    rows = _deal(x, order, back, k, platform)
-    gate, up = grouped_each(rows, (params["gate"], params["up"]), sizes, platform)
-    hidden = glu(finish(gate, "gate"), finish(up, "up"))
+    rows = _deal(x, order, back, k)
+    hidden = glu(apply(rows, "gate"), apply(rows, "up"))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
     hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
-    out = finish(grouped(hidden, params["down"], sizes, platform), "down", bias_share * share)
+    out = apply(hidden, "down", bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
-    return _collect(out, order, back, k, platform)
+    return _collect(out, order, back, k)
 
 
 def _positions(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """Return the place of each element if they are sorted by group, stably, and the sizes of the groups.
 
-    Elements of `num_groups` come last, in no group. They are counted, by blocks: a sort takes longer on an
-    accelerator.
+    Elements of `num_groups` come last, in no group. They are counted, by blocks, instead of sorted.
     """
     block = min(256, len(group))
     blocks = jnp.pad(group, (0, -len(group) % block), constant_values=num_groups).reshape(-1, block)
     alike = (blocks[:, :, None] == blocks[:, None, :]) & jnp.tri(block, k=-1, dtype=bool)
     rank = alike.sum(axis=-1, dtype=jnp.int32)  # of an element among those of its group in its block
     counts = (blocks[..., None] == jnp.arange(num_groups + 1)).sum(axis=1, dtype=jnp.int32)  # [blocks, groups]
-    # no more than 256 each, which is exact in bf16, summed in f32
-    earlier = jnp.tri(len(blocks), k=-1, dtype=jnp.bfloat16)
-    before = jnp.einsum("ij,je->ie", earlier, counts.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     sizes = counts.sum(axis=0)
-    firsts = before.astype(jnp.int32) + jnp.cumsum(sizes) - sizes
+    firsts = jnp.cumsum(sizes) - sizes + _before(counts)
     place = rank + jnp.take_along_axis(firsts, blocks, axis=1)
     return place.reshape(-1)[: len(group)], sizes[:num_groups]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _deal(x: jax.Array, order: jax.Array, back: jax.Array, k: int, platform: str | None) -> jax.Array:
+def _before(counts: jax.Array) -> jax.Array:
+    """Return the sums of the earlier rows of counts, which are at most 256: exact in bf16, and summed in f32."""
+    if len(counts) == 1:
+        return jnp.zeros_like(counts)
+    earlier = jnp.tri(len(counts), k=-1, dtype=jnp.bfloat16)
+    sums = jnp.einsum("ij,je->ie", earlier, counts.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return sums.astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _deal(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
     """Return each row of x k times, in `order`, of which `back` is the inverse.
 
     The backward pass gathers too, by `back`, and sums in f32: the one that jax derives is a scatter that adds row by
     row and rounds each time.
     """
-    gather = gather_kernel(platform, len(order), x)
-    return gather(x, order // k) if gather else x[order // k]
+    return x[order // k]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _collect(x: jax.Array, order: jax.Array, back: jax.Array, k: int, platform: str | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _collect(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
     """Return the sums of the k rows that `_deal` made of each row."""
     return x[back].reshape(-1, k, x.shape[-1]).sum(axis=1)
 
 
-def _deal_forward(x, order, back, k, platform):
-    return _deal(x, order, back, k, platform), (order, back)
+def _deal_forward(x, order, back, k):
+    return _deal(x, order, back, k), (order, back)
 
 
-def _deal_backward(k, platform, saved, g):
-    # XLA would compute a sum over columns, the gradient of the routers' weights, inside of the gather: a thread per row
+def _deal_backward(k, saved, g):
+    # a gradient of the router's weights is a sum over columns: a kernel of its own, not a loop inside of the gather's
     g = lax.optimization_barrier(g) if g.shape[-1] == 1 else g
-    return _collect(g, *saved, k, platform), None, None
+    return _collect(g, *saved, k), None, None
 
 
-def _collect_forward(x, order, back, k, platform):
-    return _collect(x, order, back, k, platform), (order, back)
+def _collect_forward(x, order, back, k):
+    return _collect(x, order, back, k), (order, back)
 
 
-def _collect_backward(k, platform, saved, g):
-    return _deal(g, *saved, k, platform), None, None
+def _collect_backward(k, saved, g):
+    return _deal(g, *saved, k), None, None
 
 
 _deal.defvjp(_deal_forward, _deal_backward)

@@ -289,7 +289,7 @@ def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: b
     # The inputs of products and kernels. The gradient of a rotation needs nothing, that of a QK norm its input.
     norms = 2 * (layer.pre_norm + layer.post_norm)
     plain = isinstance(layer.attn, Attention) and not layer.attn.qk_norm
-    return (2 + norms) * D + products + (0 if plain else turned) + out + sums + (2 + gated) * hidden + 2 * ends
+    return (2 + norms) * D + products + (0 if plain else turned) + out + sums + (2 + gated) * hidden + ends
 
 
 @functools.lru_cache(maxsize=64)

@@ -59,7 +59,7 @@ def test_tiles_cover_the_rows_of_each_group_once(kind):
     np.testing.assert_array_equal(seen, np.repeat(np.arange(E + 1), [*sizes, M - sum(sizes)]))
 
 
-@pytest.mark.parametrize("dims", [(1024, 512), (2880, 192)], ids=str)
+@pytest.mark.parametrize("dims", [pytest.param((1024, 512), marks=pytest.mark.thorough), (2880, 192)], ids=str)
 def test_lowers_for_a_gpu(dims):
     x, w = jax.ShapeDtypeStruct((512, dims[1]), jnp.bfloat16), jax.ShapeDtypeStruct((4, *dims), jnp.bfloat16)
     run = jax.grad(lambda x, w, sizes: jnp.sum(kernel.grouped_matmul(x, w, sizes) ** 2), (0, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dovetail.ops.glu import Glu
-from dovetail.ops.moe import Router, experts, experts_reference, route
+from dovetail.ops.moe import Router, _positions, experts, experts_reference, route
 
 T, D, E, F, K = 12, 16, 8, 10, 3
 ROUTERS = {
@@ -90,6 +90,14 @@ def test_sorted_experts_equal_the_reference(biases, kind):
     ours, theirs = outputs_and_gradients(experts), outputs_and_gradients(experts_reference)
     assert jnp.std(theirs[1]) > 0.1, "a test of nothing"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, theirs)
+
+
+@pytest.mark.parametrize("count", [7, 256, 1000])
+def test_positions_are_those_of_a_stable_sort(count):
+    group = np.random.default_rng(0).integers(0, E + 1, count)
+    place, sizes = _positions(jnp.asarray(group), E)
+    np.testing.assert_array_equal(np.argsort(np.asarray(place)), np.argsort(group, kind="stable"))
+    np.testing.assert_array_equal(sizes, np.bincount(group, minlength=E + 1)[:E])
 
 
 def test_a_token_counts_an_expert_as_often_as_it_was_chosen():

@@ -98,28 +98,6 @@ _matmul = jax.custom_vjp(_matmul_only, nondiff_argnums=(3, 4, 5))
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@jax.custom_vjp
-def grouped_matmuls(x: jax.Array, ws: tuple[jax.Array, ...], sizes: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `grouped_matmul` of x with each of the weights [E, N, K].
-
-    Their gradients to x are summed in one kernel.
-    """
-    return tuple(rows_product(x, w, sizes, transposed=True) for w in ws)
-
-
-def _matmuls_forward(x, ws, sizes):
-    return grouped_matmuls(x, ws, sizes), (x, ws, sizes)
-
-
-def _matmuls_backward(saved, dys):
-    x, ws, sizes = saved
-    dx = _rows_products(list(zip(dys, ws, strict=True)), sizes, transposed=False)
-    return dx, tuple(weights_product(dy, x, sizes, dtype=w.dtype) for dy, w in zip(dys, ws, strict=True)), None
-
-
-grouped_matmuls.defvjp(_matmuls_forward, _matmuls_backward)
-
-
 # ------------------------------------------------------------------------------------------------ rows by weights
 
 
@@ -127,14 +105,6 @@ def rows_product(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: Tiles | None = None
 ) -> jax.Array:
     """Multiply x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
-    return _rows_products([(x, w)], sizes, transposed=transposed, tiles=tiles)
-
-
-def _rows_products(
-    pairs: list[tuple[jax.Array, jax.Array]], sizes: jax.Array, *, transposed: bool, tiles: Tiles | None = None
-) -> jax.Array:
-    """Return the sum of the `rows_product` of each (x, w), all of one shape."""
-    x, w = pairs[0]
     M, N = len(x), w.shape[1 if transposed else 2]
     t = tiles or default_tiles(N)
     block = (t.cols, INNER) if transposed else (INNER, t.cols)
@@ -147,7 +117,7 @@ def _rows_products(
         jax.ShapeDtypeStruct((M, N), x.dtype),
         shared,
         t.stages,
-    )(*tiles_of(sizes, M), *(operand for pair in pairs for operand in pair))
+    )(*tiles_of(sizes, M), x, w)
 
 
 def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
@@ -169,31 +139,28 @@ def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
     return group, first, jnp.maximum((ends - sizes)[group], first), ends[group], tile_ends[-1:]
 
 
-def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any,
-               transposed: bool, num_cols: int, t: Tiles):  # fmt: skip
-    *operands, out_ref, (xs, ws, outs), loaded, released = refs
-    pairs = list(zip(operands[::2], operands[1::2], strict=True))
+def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, x_ref, w_ref, out_ref, shared, loaded, released,
+               *, transposed: bool, num_cols: int, t: Tiles):  # fmt: skip
+    xs, ws, outs = shared
     warpgroup = lax.axis_index("warpgroup")
-    num_groups, whole = pairs[0][1].shape[0], pairs[0][0].shape[1] // INNER
+    whole = x_ref.shape[1] // INNER
 
     def block(program: jax.Array) -> tuple:
         tile, col = _swizzled(program, count_ref[0], num_cols, t.swizzle)
         group = group_ref[tile]
         # nothing is read for rows in no group, which stay 0
-        return tile, group, col * t.cols, jnp.where(group < num_groups, len(pairs) * whole, 0)
+        return tile, group, col * t.cols, jnp.where(group < w_ref.shape[0], whole, 0)
 
     def load(program: jax.Array, at: jax.Array) -> jax.Array:
         tile, group, col, steps = block(program)
         rows, cols = pl.ds(pl.multiple_of(first_ref[tile], ALIGNED), ROWS), pl.ds(col, t.cols)
-        for x_ref, w_ref in pairs:
 
-            def sources(step: jax.Array, x_ref: Any = x_ref, w_ref: Any = w_ref) -> list:
-                inner = pl.ds(step * INNER, INNER)
-                weights = w_ref.at[group, cols, inner] if transposed else w_ref.at[group, inner, cols]
-                return [(x_ref.at[rows, inner], xs), (weights, ws)]
+        def sources(step: jax.Array) -> list:
+            inner = pl.ds(step * INNER, INNER)
+            weights = w_ref.at[group, cols, inner] if transposed else w_ref.at[group, inner, cols]
+            return [(x_ref.at[rows, inner], xs), (weights, ws)]
 
-            at = _load(sources, jnp.minimum(steps, whole), at, loaded, released)
-        return at
+        return _load(sources, steps, at, loaded, released)
 
     def compute(program: jax.Array, at: jax.Array) -> jax.Array:
         tile, _, col, steps = block(program)
