@@ -111,8 +111,7 @@ def _adjust_kernel(
         count = jnp.sum((ids >= 0).astype(jnp.int32))
         return lax.fori_loop(0, count, lambda i, x: jnp.where(at == bias_ids_ref[row, i], x + bias_ref[row, i], x), x)
 
-    def penalize(at, x):
-        seen = plgpu.load(history_ref.at[slot, at], mask=at < history_ref.shape[1], other=0)
+    def penalize(seen, x):
         counts = seen >> 1
         factor = jnp.where(seen > 0, repetition_ref[row], 1.0)
         x = jnp.where(x > 0, x / factor, x * factor)
@@ -125,10 +124,14 @@ def _adjust_kernel(
     def change(i, _):
         at = (part * CHUNKS + i) * CHUNK + jnp.arange(CHUNK)
         inside = at < logits_ref.shape[1]
-        x = plgpu.load(logits_ref.at[row, at], mask=inside, other=0.0)
-        for asked, step in ((is_biased, add_bias), (is_penalized, penalize), (is_masked, apply_mask)):
-            x = lax.cond(asked, functools.partial(step, at), lambda x: x, x)
-        plgpu.store(logits_ref.at[row, at], x, mask=inside)
+        seen = plgpu.load(history_ref.at[slot, at], mask=inside & is_penalized, other=0)
+        # penalties change few logits of a row: the others are neither read nor written
+        changed = inside & (is_biased | is_masked | (seen > 0))
+        x = plgpu.load(logits_ref.at[row, at], mask=changed, other=0.0)
+        x = lax.cond(is_biased, functools.partial(add_bias, at), lambda x: x, x)
+        x = penalize(seen, x)
+        x = lax.cond(is_masked, functools.partial(apply_mask, at), lambda x: x, x)
+        plgpu.store(logits_ref.at[row, at], x, mask=changed)
 
     @pl.when(is_biased | is_penalized | is_masked)
     def _():
