@@ -1,0 +1,32 @@
+"""Rows of a matrix in the registers of a warpgroup: 128 threads hold a row, or a part of it, and reduce it at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128  # of a warpgroup
+
+
+def why_not_rows(columns: int) -> str | None:
+    """Return why rows of so many columns cannot be held, or None."""
+    return f"rows of {columns}, not a multiple of {THREADS}" if columns % THREADS else None
+
+
+def layout(columns: int) -> Any:
+    """Return the layout of a row; a thread's neighbouring numbers, up to 8, are loaded at once."""
+    vector = next(n for n in (8, 4, 2, 1) if columns % (THREADS * n) == 0)
+    return plgpu.Layout.WG_STRIDED((columns,), vec_size=vector)
+
+
+def load(ref: Any, index: tuple, columns: int) -> jax.Array:
+    """Return a row in f32."""
+    return plgpu.load(ref, index, layout=layout(columns)).astype(jnp.float32)
+
+
+def filled(columns: int, value: float) -> jax.Array:
+    """Return a row of one value, to be changed in a loop."""
+    return plgpu.layout_cast(jnp.full(columns, value, jnp.float32), layout(columns))
