@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu import cross_entropy as triton_loss
-from dovetail.ops.kernels.gpu.mosaic import cross_entropy, layer_norm, norm, store
+from dovetail.ops.kernels.gpu.mosaic import cross_entropy, layer_norm, norm, rows, store
 from dovetail.ops.norm import layer_norm as reference_layer_norm
 from dovetail.ops.norm import rms_norm
 from dovetail.ops.paged import write_heads
@@ -21,7 +21,8 @@ INTERPRET = InterpretGPUParams()
 @pytest.fixture
 def interpret(monkeypatch):
     """Interpret kernels without layouts, of which jax's interpreter knows nothing."""
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, **_: ref[index])
+    for module in (rows, store):
+        monkeypatch.setattr(module, "load_as", lambda ref, index, *_, **__: ref[index].astype(jnp.float32))
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
     return INTERPRET
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREADS = 128  # of a warpgroup
+_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
 def why_not_rows(columns: int) -> str | None:
@@ -24,7 +26,19 @@ def layout(columns: int) -> Any:
 
 def load(ref: Any, index: tuple, columns: int) -> jax.Array:
     """Return a row in f32."""
-    return plgpu.load(ref, index, layout=layout(columns)).astype(jnp.float32)
+    return load_as(ref, index, layout(columns))
+
+
+def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True) -> jax.Array:
+    """Return a part of memory in f32, in this layout."""
+    read: Any = plgpu.load
+    # jax 0.12 has no argument for the index
+    found = (
+        read(ref, index, layout=layout, optimized=optimized)
+        if _TAKES_INDEX
+        else read(ref.at[index], layout=layout, optimized=optimized)
+    )
+    return found.astype(jnp.float32)
 
 
 def filled(columns: int, value: float) -> jax.Array:

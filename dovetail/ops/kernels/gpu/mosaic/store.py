@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
+from dovetail.ops.kernels.gpu.mosaic.rows import THREADS, load_as
 from dovetail.ops.paged import token_places
 
-WARPS, THREADS = 4, 128
+WARPS = 4
 
 
 def why_not_heads(query_heads: int, kv_heads: int, head_dim: int) -> str | None:
@@ -55,11 +56,11 @@ def rotate_store(
             return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, half), (axis,)), layout)
 
         def row_of(ref: Any, index: tuple) -> jax.Array:
-            return spread(plgpu.load(ref, index, layout=layout.reduce(0), optimized=False).astype(jnp.float32), 1)
+            return spread(load_as(ref, index, layout.reduce(0), optimized=False), 1)
 
         def read() -> list[jax.Array]:
-            parts = [(token, pl.ds(first, rows), columns) for columns in halves]
-            return [plgpu.load(qkv_ref, part, layout=layout, optimized=False).astype(jnp.float32) for part in parts]
+            heads = token, pl.ds(first, rows)
+            return [load_as(qkv_ref, (*heads, columns), layout, optimized=False) for columns in halves]
 
         def turned(norm_ref: Any) -> tuple[jax.Array, jax.Array]:
             a, b = read()
