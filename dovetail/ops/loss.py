@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
-from dovetail.ops.dispatch import has_loss_kernel
+from dovetail.ops.dispatch import has_loss_kernel, loss_kernel
 from dovetail.ops.linear import ARRAYS, matmul, matmul_transposed
 
 
@@ -150,9 +150,7 @@ def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: 
         logits = capped(raw, plan.softcap)
         logp, lse, best = _score(logits, targets)
         return logp, lse, best, _dlogits(plan, logits, targets, lse, weight).astype(dtype)
-    from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
-
-    run = functools.partial(cross_entropy_rows, z=plan.z, softcap=plan.softcap, dtype=dtype)
+    run = functools.partial(loss_kernel(raw[0]), z=plan.z, softcap=plan.softcap, dtype=dtype)
     return tuple(x[None] for x in run(raw[0], targets[0], weight[0]))
 
 

@@ -55,7 +55,7 @@ def add_rms_norm(
     offset: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (x + delta, its norm) for x and delta [..., D]; a weight of None means no norm."""
-    kernel = norm_kernel(ctx) if weight is not None else None
+    kernel = norm_kernel(ctx, x) if weight is not None else None
     if kernel is not None:
         if delta is not None and x.shape[0] >= MANY:
             x, delta = x + delta, None

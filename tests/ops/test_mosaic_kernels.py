@@ -88,3 +88,28 @@ def test_rotate_store(interpret, normed):
     got_q, got_pages = run(pages, qkv)
     np.testing.assert_allclose(got_q, rotate(q, rope, table), atol=1e-5)
     np.testing.assert_allclose(got_pages, write_heads(ctx, pages, rotate(k, rope, table), v), atol=1e-5)
+
+
+def lowered(run, *given: tuple[tuple[int, ...], str]) -> str:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
+    return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_kernels_lower_for_a_gpu_without_a_deprecation():
+    row, vector = ((64, 1024), "bfloat16"), ((1024,), "bfloat16")
+    runs = [
+        (lambda *given: norm.add_rms_norm(*given, 1e-6, 0.0), row, row, vector),
+        (jax.grad(lambda *given: layer_norm.add_layer_norm(*given, 1e-6)[1].sum()), row, row, vector, vector),
+        (
+            lambda *given: cross_entropy.cross_entropy_rows(*given, z=0.0, softcap=30.0, dtype=jnp.bfloat16),
+            ((8, 128_256), "bfloat16"), ((8,), "int32"), ((8,), "float32"),
+        ),
+        (
+            lambda pages, qkv, cos, *given: store.rotate_store(Paged(*given), pages, qkv, (cos, cos), None, 1e-6, 0.0),
+            ((9, 16, 8, 128), "bfloat16"), ((64, 24, 128), "bfloat16"), ((64, 64), "float32"),
+            ((2, 4), "int32"), ((2,), "int32"), ((3,), "int32"), ((1,), "int32"),
+        ),
+    ]  # fmt: skip
+    texts = [lowered(*run) for run in runs]
+    assert all("mosaic_gpu" in text for text in texts)
+    assert "output_operand_alias" in texts[-1]  # pages are written in place

@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK, COLDEST = 128, 1e-5  # as in ops.sample, which a kernel may not import
-CHUNK, CHUNKS = 4096, 4  # tokens that a program adjusts at a time, and how often: few programs find nothing to do
+# Tokens that a program adjusts at a time, 8 for each thread, and how often: few programs find nothing to do.
+CHUNK, CHUNKS = 2048, 8
 FEW = 64  # blocks that are looked at first
 ROOM = FEW * BLOCK  # tokens that a program holds at once
 WARPS = 16  # of a program that draws
@@ -82,7 +83,7 @@ def adjust(logits: jax.Array, inputs: Any, history: jax.Array, interpret: bool =
         out_specs=_row_of(logits),
         out_shape=jax.ShapeDtypeStruct((S, V), jnp.float32),
         input_output_aliases={len(given) - 1: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="adjust_logits",
     )(*given)
@@ -121,10 +122,16 @@ def _adjust_kernel(
         words = plgpu.load(mask_ref.at[row, at // 32], mask=at // 32 < mask_ref.shape[1], other=0)
         return jnp.where((words >> (at % 32).astype(jnp.uint32)) & 1 == 1, x, -jnp.inf)
 
-    def change(i, _):
+    def places(i):
         at = (part * CHUNKS + i) * CHUNK + jnp.arange(CHUNK)
-        inside = at < logits_ref.shape[1]
-        seen = plgpu.load(history_ref.at[slot, at], mask=inside & is_penalized, other=0)
+        return at, at < logits_ref.shape[1]
+
+    def read_history(i):
+        at, inside = places(i)
+        return plgpu.load(history_ref.at[slot, at], mask=inside & is_penalized, other=0)
+
+    def change(i, seen):
+        (at, inside), following = places(i), read_history(i + 1)  # in flight while these logits are changed
         # penalties change few logits of a row: the others are neither read nor written
         changed = inside & (is_biased | is_masked | (seen > 0))
         x = plgpu.load(logits_ref.at[row, at], mask=changed, other=0.0)
@@ -132,10 +139,11 @@ def _adjust_kernel(
         x = penalize(seen, x)
         x = lax.cond(is_masked, functools.partial(apply_mask, at), lambda x: x, x)
         plgpu.store(logits_ref.at[row, at], x, mask=changed)
+        return following
 
     @pl.when(is_biased | is_penalized | is_masked)
     def _():
-        lax.fori_loop(0, CHUNKS, change, None)
+        lax.fori_loop(0, CHUNKS, change, read_history(0))
 
 
 # --- a program per row ------------------------------------------------------------------------------------------------

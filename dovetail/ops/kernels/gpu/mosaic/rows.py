@@ -13,11 +13,6 @@ THREADS = 128  # of a warpgroup
 _TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
-def why_not_rows(columns: int) -> str | None:
-    """Return why rows of so many columns cannot be held, or None."""
-    return f"rows of {columns}, not a multiple of {THREADS}" if columns % THREADS else None
-
-
 def layout(columns: int) -> Any:
     """Return the layout of a row; a thread's neighbouring numbers, up to 8, are loaded at once."""
     vector = next(n for n in (8, 4, 2, 1) if columns % (THREADS * n) == 0)

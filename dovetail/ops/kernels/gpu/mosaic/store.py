@@ -23,13 +23,6 @@ from dovetail.ops.paged import token_places
 WARPS = 4
 
 
-def why_not_heads(query_heads: int, kv_heads: int, head_dim: int) -> str | None:
-    """Return why the kernel cannot run, or None."""
-    if query_heads % WARPS or kv_heads % WARPS:
-        return f"{query_heads} query and {kv_heads} key heads, not multiples of {WARPS}"
-    return None if head_dim in (64, 128, 256) else f"heads of {head_dim} dims, not 64, 128 or 256"
-
-
 def rotate_store(
     ctx: Paged,
     pages: jax.Array,  # [P, page, 2K, H]
