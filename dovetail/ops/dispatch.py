@@ -21,7 +21,7 @@ from dovetail.core.chips import CHIPS
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.kernels.gpu.needs import why_not_loss, why_not_norm, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     room_of,
@@ -92,7 +92,7 @@ def choose_paged(
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
-    if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
+    if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0 and has_triton():
         return "triton"
     if platform != "tpu":
         return "reference"
@@ -212,7 +212,7 @@ def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, no
     It does on one NVIDIA GPU, for heads that are rotated whole and by halves, and normalised each by itself (`norms` is
     not "all") or not at all.
     """
-    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
+    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement) or not has_triton():
         return False
     if rope is None or norms == "all" or v_norm:
         return False
@@ -235,7 +235,9 @@ def choose_norm(ctx: Packed | Paged, x: Any) -> str:
     """Return the implementation of the residual add and RMS norm of x [T, D]: 'mosaic', 'triton' or 'reference'."""
     if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
         return "reference"
-    return "triton" if not _is_hopper() or why_not_norm(x) else "mosaic"
+    if _is_hopper() and why_not_norm(x) is None:
+        return "mosaic"
+    return "triton" if has_triton() else "reference"
 
 
 def norm_kernel(ctx: Packed | Paged, x: Any) -> Callable | None:
@@ -250,21 +252,25 @@ def norm_kernel(ctx: Packed | Paged, x: Any) -> Callable | None:
     return kernel
 
 
-def layer_norm_kernel(placement: Placement | None) -> Callable | None:
-    """Return the kernel of a residual add and layer norm with its gradient; None for the reference.
+def layer_norm_kernel(placement: Placement | None, x: Any) -> Callable | None:
+    """Return the kernel of a residual add and layer norm of x [.., D] with its gradient; None for the reference.
 
     The one in Mosaic GPU takes 6% longer on Hopper, and 10% with the gradient.
     """
     if not is_one_gpu(placement.platform if placement else None, placement):
         return None
-    from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm
-
-    return add_layer_norm
+    if has_triton():
+        from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm as kernel
+    elif _is_hopper() and why_not_row(x) is None:
+        from dovetail.ops.kernels.gpu.mosaic.layer_norm import add_layer_norm as kernel
+    else:
+        return None
+    return kernel
 
 
 def grouped_kernel(platform: str | None) -> Callable | None:
     """Return the grouped matmul; None for XLA's, which on a GPU would run every expert on every row."""
-    if (platform or jax.default_backend()) not in NVIDIA:
+    if (platform or jax.default_backend()) not in NVIDIA or not has_triton():
         return None
     from dovetail.ops.kernels.gpu.grouped import grouped_matmul
 
@@ -326,14 +332,21 @@ def quantized_grouped_kernel(
     return None  # likewise
 
 
-def has_loss_kernel(placement: Placement | None) -> bool:
-    """Return whether cross entropy and its gradient are one kernel."""
-    return is_one_gpu(placement.platform if placement else None, placement)
+def choose_loss(placement: Placement | None, logits: Any) -> str:
+    """Return the implementation of cross entropy and its gradient for logits [.., V], by its name.
+
+    It is 'mosaic', 'triton' or 'reference'.
+    """
+    if not is_one_gpu(placement.platform if placement else None, placement):
+        return "reference"
+    if _is_hopper() and why_not_row(logits) is None:
+        return "mosaic"
+    return "triton" if has_triton() else "reference"
 
 
-def loss_kernel(logits: Any) -> Callable:
-    """Return the kernel of cross entropy and its gradient for logits [R, V] (see `has_loss_kernel`)."""
-    if _is_hopper() and why_not_loss(logits) is None:
+def loss_kernel(name: str) -> Callable:
+    """Return the kernel of this name: cross entropy and its gradient in one."""
+    if name == "mosaic":
         from dovetail.ops.kernels.gpu.mosaic.cross_entropy import cross_entropy_rows as kernel
     else:
         from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows as kernel
@@ -342,7 +355,7 @@ def loss_kernel(logits: Any) -> Callable:
 
 def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
-    if not is_one_gpu(platform, placement):
+    if not is_one_gpu(platform, placement) or not has_triton():
         return None
     from dovetail.ops.kernels.gpu.sample import sample
 
@@ -392,6 +405,12 @@ def _is_hopper() -> bool:
 
 
 @functools.cache
+def has_triton() -> bool:
+    """Return whether Pallas has its Triton dialect, which JAX deprecates since 0.11 and will remove."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+@functools.cache
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
@@ -424,7 +443,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("quantised products", platform, "reference"),
-            ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
+            ("experts", platform, "triton" if grouped_kernel(platform) else "ragged_dot"),
             *((operation, platform, name) for operation, name in _small_kernels(platform).items()),
         ]
     return sorted(rows, key=lambda row: row[0])
@@ -432,15 +451,18 @@ def describe() -> list[tuple[str, str, str]]:
 
 def _small_kernels(platform: str) -> dict[str, str]:
     """Return the implementations of norms, rotation and store, loss and sampling, and why they are not Mosaic's."""
-    names = ("norm", "rotation and store", "loss", "layer norm", "sampling")
+    names, rest = ("norm", "rotation and store", "loss", "layer norm", "sampling"), "reference"
     if not is_one_gpu(platform, None):
-        return dict.fromkeys(names, "reference")
+        return dict.fromkeys(names, rest)
+    rest = "triton" if has_triton() else rest
     if why := _why_not_hopper():
-        return dict.fromkeys(names, f"triton ({why})")
+        return dict.fromkeys(names, f"{rest} ({why})")
     x, qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (1, 48, 128)))
-    left = {"norm": why_not_norm(x), "rotation and store": why_not_store(qkv, 8), "loss": None}
-    found = {name: f"mosaic; triton for {why}" if why else "mosaic" for name, why in left.items()}
-    return found | {"layer norm": "triton (faster than mosaic)", "sampling": "triton (no kernel in mosaic)"}
+    found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": f"{rest} (no other kernel)"}
+    if not has_triton():
+        return found | {"rotation and store": rest, "layer norm": "mosaic"}
+    stored = f"mosaic; triton for {why_not_store(qkv, 8)}"
+    return found | {"rotation and store": stored, "layer norm": "triton (faster than mosaic)"}
 
 
 def _why_not_hopper() -> str | None:

@@ -39,7 +39,7 @@ def add_layer_norm(
     placement: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (x + delta, its layer norm) for x and delta [..., D]."""
-    kernel = layer_norm_kernel(placement)
+    kernel = layer_norm_kernel(placement, x)
     if kernel is not None:
         return kernel(x, delta, weight, bias, eps)
     x = x if delta is None else x + delta

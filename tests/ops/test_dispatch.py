@@ -155,7 +155,7 @@ def small(name: str, *shape: int, dtype=jnp.bfloat16) -> str:
     kernel = {
         "norm": lambda: dispatch.norm_kernel(paged("cuda"), x),
         "store": lambda: dispatch.rotate_store_kernel(x, 8),
-        "loss": lambda: dispatch.loss_kernel(x),
+        "loss": lambda: dispatch.loss_kernel(dispatch.choose_loss(None, x)),
     }[name]()
     return "mosaic" if ".mosaic." in kernel.__module__ else "triton"
 
@@ -170,6 +170,7 @@ def small(name: str, *shape: int, dtype=jnp.bfloat16) -> str:
     ],
 )  # fmt: skip
 def test_small_kernels_are_mosaics_where_they_are_as_fast(monkeypatch, name, shape, on_hopper):
+    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     assert small(name, *shape) == "triton"
     monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
     assert small(name, *shape) == on_hopper
@@ -185,3 +186,16 @@ def test_info_says_which_backend_runs_and_why(monkeypatch):
     assert rows()["norm"] == "triton (compute capability 8.0)"
     monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
     assert rows()["loss"] == "mosaic" and rows()["rotation and store"] == "mosaic; triton for fewer than 64 tokens"
+
+
+def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
+    ctx, x, rope = paged("cuda"), array(64, 1024), Rope(10_000.0, 128)
+    assert choose_paged("cuda", heads(), 8) == "reference" and dispatch.grouped_kernel("cuda") is None
+    assert dispatch.sample_kernel("cuda", None) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
+    assert dispatch.norm_kernel(ctx, x) is None and dispatch.layer_norm_kernel(None, x) is None
+    assert dispatch.choose_loss(None, x) == "reference"
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    assert dispatch.choose_norm(ctx, x) == dispatch.choose_loss(None, x) == "mosaic"
+    assert dispatch.layer_norm_kernel(None, x).__module__.endswith("mosaic.layer_norm")

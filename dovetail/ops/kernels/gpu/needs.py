@@ -18,7 +18,7 @@ STORE_TOKENS, STORE_HEADS, STORE_DIMS = 64, 4, (128, 256)
 def why_not_norm(x: Any) -> str | None:
     """Return why the add and RMS norm of x [T, D] is left to Triton, or None."""
     (tokens, dim), few = x.shape, f"fewer than {NORM_TOKENS:,} tokens of more than {NORM_DIM:,} dims"
-    return _why_not_rows(x) or (few if dim > NORM_DIM and tokens < NORM_TOKENS else None)
+    return why_not_row(x) or (few if dim > NORM_DIM and tokens < NORM_TOKENS else None)
 
 
 def why_not_store(qkv: Any, kv_heads: int) -> str | None:
@@ -33,12 +33,7 @@ def why_not_store(qkv: Any, kv_heads: int) -> str | None:
     return None if dim in STORE_DIMS else f"heads of {dim} dims"
 
 
-def why_not_loss(logits: Any) -> str | None:
-    """Return why the cross entropy of logits [R, V] is left to Triton, or None."""
-    return _why_not_rows(logits)
-
-
-def _why_not_rows(x: Any) -> str | None:
+def why_not_row(x: Any) -> str | None:
     """Return why rows [.., columns] do not fit into the registers of a warpgroup, or None."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"{x.dtype}"
