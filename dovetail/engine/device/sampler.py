@@ -77,7 +77,7 @@ class Sampler:
         self._history: jax.Array | None = None
         self._history_sharding = history_sharding
         self._write_counts = jax.jit(_write_counts, donate_argnums=0, out_shardings=history_sharding)
-        self._unwritten: list[Sequence] = []  # that have taken a slot in the history
+        self._unwritten: list[tuple[int, Sequence]] = []  # slots of the history that were taken
         self._holder: list[SamplingState | None] = [None] * max_rows  # whose numbers are in each slot
         self._numbers = np.tile(
             SamplingState().numbers, (max_rows + 1, 1)
@@ -257,17 +257,17 @@ class Sampler:
         assert seq.slot is not None
         if state.history_of != (seq.slot, seq.preemptions):
             assert known, f"{seq.id}: its tokens must be known when it takes a slot"
-            self._unwritten.append(seq)
+            self._unwritten.append((seq.slot, seq))
             state.history_of = (seq.slot, seq.preemptions)
         return seq.slot
 
     def _write_history(self) -> None:
         """Write the rows of sequences that have taken a slot: whole rows from the host would be 600 KB each."""
         while self._unwritten:
-            seqs, self._unwritten = self._unwritten[:ROWS_AT_ONCE], self._unwritten[ROWS_AT_ONCE:]
-            counts = np.concatenate([_counts_of(seq) for seq in seqs], axis=1)
+            taken, self._unwritten = self._unwritten[:ROWS_AT_ONCE], self._unwritten[ROWS_AT_ONCE:]
+            counts = np.concatenate([_counts_of(slot, seq) for slot, seq in taken], axis=1)
             slots = np.full(ROWS_AT_ONCE, self.max_rows, np.int32)
-            slots[: len(seqs)] = [seq.slot for seq in seqs]
+            slots[: len(taken)] = [slot for slot, _ in taken]
             for start in range(0, max(1, counts.shape[1]), COUNTS_AT_ONCE):
                 some = counts[:, start : start + COUNTS_AT_ONCE]
                 padding = ((0, 0), (0, COUNTS_AT_ONCE - some.shape[1]))
@@ -377,12 +377,12 @@ class Sampler:
             seq.error = str(error)
 
 
-def _counts_of(seq: Sequence) -> np.ndarray:
-    """Return [3, n]: a sequence's slot, its distinct tokens, and what the history has for each."""
+def _counts_of(slot: int, seq: Sequence) -> np.ndarray:
+    """Return [3, n]: the slot, the sequence's distinct tokens, and what the history has for each."""
     prompt, output = np.unique(np.asarray(seq.request.prompt, np.int32)), np.asarray(seq.output, np.int32)
     tokens, place = np.unique(np.concatenate([prompt, output]), return_inverse=True)
     counts = np.bincount(place, np.repeat([1, 2], [len(prompt), len(output)]), minlength=len(tokens))
-    return np.stack([np.full(len(tokens), seq.slot), tokens, counts]).astype(np.int32)
+    return np.stack([np.full(len(tokens), slot), tokens, counts]).astype(np.int32)
 
 
 def _write_counts(table: jax.Array, slots: jax.Array, counts: jax.Array) -> jax.Array:

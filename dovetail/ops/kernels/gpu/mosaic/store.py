@@ -86,14 +86,15 @@ def rotate_store(
             put(pages_ref, (place, pl.ds(first - N - K, rows), 1), read())
 
     held = jax.new_ref(pages.reshape(-1, K, 2, H), memory_space=plgpu.GMEM)  # written in place
-    q = pl.kernel(
+    run: Any = pl.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((T, N, H), qkv.dtype),
         mesh=plgpu.Mesh(grid=(T, heads // rows), grid_names=("token", "group")),
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
         name="rotate_store",
-    )(token_places(ctx, pages, T), *tables, *(norms or ()), qkv, held)
+    )
+    q = run(token_places(ctx, pages, T), *tables, *(norms or ()), qkv, held)
     return q, jax.freeze(held).reshape(pages.shape)
 
 
