@@ -23,6 +23,7 @@ from dovetail.models import decoder
 from dovetail.models.decoder import abstract_cache, forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
+from dovetail.ops import dispatch
 from dovetail.ops.dispatch import has_tokamax
 
 pytestmark = pytest.mark.slow
@@ -208,3 +209,17 @@ def test_sampler_after_a_step_of_prompts(platform):
         traced = run_sampler.trace(ints(S + 1), ints(S, 512), left, asked(512, S), platform=platform)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("draw_tokens" in text) == (platform == "cuda")
+
+
+def test_a_step_on_hopper_takes_kernels_in_mosaic(monkeypatch):
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    heads = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, num_hidden_layers=2)
+    cfg = parse_config(BASE | dict(model_type="qwen3") | heads)
+    cache = jax.eval_shape(lambda: init_cache(cfg, S * PAGES, PAGE, jnp.bfloat16, None, "cuda"))
+    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="cuda")
+    run = functools.partial(forward, cfg=cfg)
+    text = lower(
+        lambda params, tokens, ctx, cache: run(params, tokens=tokens, positions=tokens, ctx=ctx, cache=cache),
+        "cuda", abstract(spec(cfg), jnp.bfloat16), ints(64), ctx, cache,
+    )  # fmt: skip
+    assert text.count("mosaic_gpu_v2") >= 3  # norms and store, lowered once for both layers

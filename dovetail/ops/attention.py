@@ -23,7 +23,15 @@ from dovetail.core.errors import UnsupportedError
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.context import context_attention, is_cut
-from dovetail.ops.dispatch import NAMES_ITSELF, choose_packed, choose_paged, packed_kernel, paged_kernel, store_kernel
+from dovetail.ops.dispatch import (
+    NAMES_ITSELF,
+    choose_packed,
+    choose_paged,
+    packed_kernel,
+    paged_kernel,
+    rotate_store_kernel,
+    store_kernel,
+)
 from dovetail.ops.packed import on_mesh
 
 
@@ -45,10 +53,8 @@ def rotate_store(
     offset: float,
 ) -> tuple[jax.Array, Any]:
     """Normalise, rotate and store in one: qkv [T, N + 2K, H] -> (q [T, N, H], what was stored)."""
-    from dovetail.ops.kernels.gpu.store import rotate_store as kernel
-
     assert isinstance(ctx, Paged), "see dispatch.rotates_and_stores"
-    return kernel(ctx, entry, qkv, tables, norms, eps, offset)
+    return rotate_store_kernel(qkv, entry.shape[2] // 2)(ctx, entry, qkv, tables, norms, eps, offset)
 
 
 def attend(

@@ -21,6 +21,7 @@ from dovetail.core.chips import CHIPS
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     room_of,
@@ -93,7 +94,9 @@ def choose_paged(
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
     if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
-        return "triton" if why_not_mosaic(platform, q, placement, tables, pages, block_mask) else "mosaic"
+        if why_not_mosaic(platform, q, placement, tables, pages, block_mask) is None:
+            return "mosaic"
+        return "triton" if has_triton() else "reference"
     if platform != "tpu":
         return "reference"
     is_flat = pages is not None and pages.ndim == 3
@@ -227,32 +230,60 @@ def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, no
     It does on one NVIDIA GPU, for heads that are rotated whole and by halves, and normalised each by itself (`norms` is
     not "all") or not at all.
     """
-    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
+    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement) or not has_triton():
         return False
     if rope is None or norms == "all" or v_norm:
         return False
     return rope.dim == head_dim and not rope.interleaved and head_dim >= 32 and head_dim & (head_dim - 1) == 0
 
 
+def rotate_store_kernel(qkv: Any, kv_heads: int) -> Callable:
+    """Return the kernel that normalises, rotates and stores qkv [T, N + 2K, H] (see `rotates_and_stores`)."""
+    if _is_hopper() and why_not_store(qkv, kv_heads) is None:
+        from dovetail.ops.kernels.gpu.mosaic.store import rotate_store as kernel
+    else:
+        from dovetail.ops.kernels.gpu.store import rotate_store as kernel
+    return kernel
+
+
 # --- norm, experts, loss, sampling ------------------------------------------------------------------------------------
 
 
-def norm_kernel(ctx: Packed | Paged) -> Callable | None:
-    """Return the kernel that adds and normalises at once; None for the reference."""
+def choose_norm(ctx: Packed | Paged, x: Any) -> str:
+    """Return the implementation of the residual add and RMS norm of x [T, D]: 'mosaic', 'triton' or 'reference'."""
     if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
+        return "reference"
+    if _is_hopper() and why_not_norm(x) is None:
+        return "mosaic"
+    return "triton" if has_triton() else "reference"
+
+
+def norm_kernel(ctx: Packed | Paged, x: Any) -> Callable | None:
+    """Return the kernel that adds to x [T, D] and normalises at once; None for the reference."""
+    name = choose_norm(ctx, x)
+    if name == "mosaic":
+        from dovetail.ops.kernels.gpu.mosaic.norm import add_rms_norm as kernel
+    elif name == "triton":
+        from dovetail.ops.kernels.gpu.norm import add_rms_norm as kernel
+    else:
         return None
-    from dovetail.ops.kernels.gpu.norm import add_rms_norm
-
-    return add_rms_norm
+    return kernel
 
 
-def layer_norm_kernel(placement: Placement | None) -> Callable | None:
-    """Return the kernel of a residual add and layer norm with its gradient; None for the reference."""
+def layer_norm_kernel(placement: Placement | None, x: Any) -> Callable | None:
+    """Return the kernel of a residual add and layer norm of x [.., D] with its gradient; None for the reference.
+
+    The one in Mosaic GPU takes 6% longer on Hopper, and 10% with the gradient.
+    """
     if not is_one_gpu(placement.platform if placement else None, placement):
         return None
-    from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm
-
-    return add_layer_norm
+    if has_triton():
+        from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm as kernel
+    elif _is_hopper() and why_not_row(x) is None:
+        from dovetail.ops.kernels.gpu.mosaic.layer_norm import add_layer_norm as kernel
+    else:
+        return None
+    return kernel
 
 
 def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
@@ -262,11 +293,12 @@ def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
     """
     if (platform or jax.default_backend()) not in NVIDIA:
         return "xla"
-    if not _is_hopper() or rows.dtype != w.dtype:
-        return "triton"
-    from dovetail.ops.kernels.gpu.grouped_hopper import why_not_hopper
+    if _is_hopper() and rows.dtype == w.dtype:
+        from dovetail.ops.kernels.gpu.grouped_hopper import why_not_hopper
 
-    return "triton" if why_not_hopper(len(rows), *w.shape[1:], w.dtype) else "mosaic"
+        if why_not_hopper(len(rows), *w.shape[1:], w.dtype) is None:
+            return "mosaic"
+    return "triton" if has_triton() else "xla"
 
 
 def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
@@ -357,14 +389,30 @@ def quantized_grouped_kernel(
     return None  # likewise
 
 
-def has_loss_kernel(placement: Placement | None) -> bool:
-    """Return whether cross entropy and its gradient are one kernel."""
-    return is_one_gpu(placement.platform if placement else None, placement)
+def choose_loss(placement: Placement | None, logits: Any) -> str:
+    """Return the implementation of cross entropy and its gradient for logits [.., V], by its name.
+
+    It is 'mosaic', 'triton' or 'reference'.
+    """
+    if not is_one_gpu(placement.platform if placement else None, placement):
+        return "reference"
+    if _is_hopper() and why_not_row(logits) is None:
+        return "mosaic"
+    return "triton" if has_triton() else "reference"
+
+
+def loss_kernel(name: str) -> Callable:
+    """Return the kernel of this name: cross entropy and its gradient in one."""
+    if name == "mosaic":
+        from dovetail.ops.kernels.gpu.mosaic.cross_entropy import cross_entropy_rows as kernel
+    else:
+        from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows as kernel
+    return kernel
 
 
 def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
-    if not is_one_gpu(platform, placement):
+    if not is_one_gpu(platform, placement) or not has_triton():
         return None
     from dovetail.ops.kernels.gpu.sample import sample
 
@@ -378,8 +426,8 @@ def import_kernels(platform: str | None) -> None:
 
         if machine() in ARM:
             from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
-    if is_one_gpu(platform, None) and _is_hopper():
-        from dovetail.ops.kernels.gpu import experts  # noqa: F401
+    if (platform or jax.default_backend()) in NVIDIA:
+        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -421,6 +469,12 @@ def _has_fp8() -> bool:
 
 
 @functools.cache
+def has_triton() -> bool:
+    """Return whether Pallas has its Triton dialect, which JAX deprecates since 0.11 and will remove."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+@functools.cache
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
@@ -445,7 +499,6 @@ def describe() -> list[tuple[str, str, str]]:
     rows = []
     for platform in ("cpu", "cuda", "tpu"):
         heads = whole if platform == "cpu" else q
-        one_gpu = is_one_gpu(platform, None)
         rows += [
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, _paged(platform, heads)),
@@ -455,9 +508,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("quantised products", platform, _quantized(platform)),
             ("experts", platform, _experts(platform)),
-            ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
-            ("loss", platform, "triton" if one_gpu else "reference"),
-            ("sampling", platform, "triton" if one_gpu else "reference"),
+            *((operation, platform, name) for operation, name in _small_kernels(platform).items()),
         ]
     return sorted(rows, key=lambda row: row[0])
 
@@ -477,6 +528,30 @@ def _paged(platform: str, q: Any) -> str:
     if platform not in NVIDIA:
         return usual
     return f"{usual}; mosaic for prompts" if _is_hopper() else f"{usual} (mosaic for prompts needs a Hopper GPU)"
+
+
+def _small_kernels(platform: str) -> dict[str, str]:
+    """Return the implementations of norms, rotation and store, loss and sampling, and why they are not Mosaic's."""
+    names, rest = ("norm", "rotation and store", "loss", "layer norm", "sampling"), "reference"
+    if not is_one_gpu(platform, None):
+        return dict.fromkeys(names, rest)
+    rest = "triton" if has_triton() else rest
+    if why := _why_not_hopper():
+        return dict.fromkeys(names, f"{rest} ({why})")
+    x, qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (1, 48, 128)))
+    found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": f"{rest} (no other kernel)"}
+    if not has_triton():
+        return found | {"rotation and store": rest, "layer norm": "mosaic"}
+    stored = f"mosaic; triton for {why_not_store(qkv, 8)}"
+    return found | {"rotation and store": stored, "layer norm": "triton (faster than mosaic)"}
+
+
+def _why_not_hopper() -> str | None:
+    """Return why kernels for Hopper cannot run here, or None."""
+    found = {getattr(device, "compute_capability", None) for device in jax.devices()}
+    if _is_hopper():
+        return None
+    return "no NVIDIA GPU here" if found == {None} else f"compute capability {', '.join(sorted(map(str, found)))}"
 
 
 def _bidirectional(platform: str, q: Any) -> str:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
-from dovetail.ops.dispatch import has_loss_kernel
+from dovetail.ops.dispatch import choose_loss, loss_kernel
 from dovetail.ops.linear import ARRAYS, matmul, matmul_transposed
 
 
@@ -65,7 +65,8 @@ def cross_entropy(
     dtype = jnp.dtype(dtype)
     cut = chunks_of(hidden.shape, head.shape[0], itemsize=dtype.itemsize, chunk=chunk, placement=placement)
     trains_head = trains_head and isinstance(head, ARRAYS)
-    plan = _Plan(softcap, z, dtype, cut, has_loss_kernel(placement), trains_head)
+    kernel = choose_loss(placement, jax.ShapeDtypeStruct((1, head.shape[0]), dtype))
+    plan = _Plan(softcap, z, dtype, cut, kernel, trains_head)
     loss, metrics = _cross_entropy(plan, scaled(hidden, scale), head, targets, mask.astype(jnp.float32))
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
@@ -88,7 +89,7 @@ class _Plan:
     z: float
     dtype: Any  # of the logits
     cut: Chunks
-    fused: bool  # cross entropy and its gradient in one kernel
+    kernel: str  # of cross entropy and its gradient (see `choose_loss`)
     trains_head: bool
 
     @property
@@ -146,13 +147,11 @@ def _dlogits(plan: _Plan, logits: jax.Array, targets: jax.Array, lse: jax.Array,
 
 def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: jax.Array, dtype: Any):
     """Return both of the above, from one kernel on a single GPU."""
-    if not plan.fused:
+    if plan.kernel == "reference":
         logits = capped(raw, plan.softcap)
         logp, lse, best = _score(logits, targets)
         return logp, lse, best, _dlogits(plan, logits, targets, lse, weight).astype(dtype)
-    from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
-
-    run = functools.partial(cross_entropy_rows, z=plan.z, softcap=plan.softcap, dtype=dtype)
+    run = functools.partial(loss_kernel(plan.kernel), z=plan.z, softcap=plan.softcap, dtype=dtype)
     return tuple(x[None] for x in run(raw[0], targets[0], weight[0]))
 
 

@@ -39,7 +39,7 @@ def add_layer_norm(
     placement: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (x + delta, its layer norm) for x and delta [..., D]."""
-    kernel = layer_norm_kernel(placement)
+    kernel = layer_norm_kernel(placement, x)
     if kernel is not None:
         return kernel(x, delta, weight, bias, eps)
     x = x if delta is None else x + delta
@@ -55,7 +55,7 @@ def add_rms_norm(
     offset: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (x + delta, its norm) for x and delta [..., D]; a weight of None means no norm."""
-    kernel = norm_kernel(ctx) if weight is not None else None
+    kernel = norm_kernel(ctx, x) if weight is not None else None
     if kernel is not None:
         if delta is not None and x.shape[0] >= MANY:
             x, delta = x + delta, None

@@ -9,6 +9,7 @@ import pytest
 from refusals import refuses
 
 from dovetail.core.errors import RequestError
+from dovetail.engine.device import sampler as sampler_module
 from dovetail.engine.device.sampler import MAX_BIAS, Sampler
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.engine.request.sequence import Request, Sequence
@@ -322,3 +323,16 @@ def test_history_row_of_a_prompt(sampler):
     sampler.inputs(plan_for(seq), 1)
     row = np.asarray(jnp.asarray(sampler.history)[3])
     assert {int(v): int(row[v]) for v in np.flatnonzero(row)} == {5: 1, 6: 3, 7: 4}
+
+
+def test_history_rows_of_many_sequences_are_written_in_parts(monkeypatch):
+    monkeypatch.setattr(sampler_module, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(sampler_module, "COUNTS_AT_ONCE", 4)
+    sampler, rng = Sampler(V, SLOTS), np.random.default_rng(0)
+    sampler.history = jnp.full((SLOTS, V), 9, jnp.int32)  # of sequences that have left
+    seqs = [make(prompt=rng.integers(0, V, 7).tolist(), slot=slot, repetition_penalty=1.1) for slot in (2, 0, 3)]
+    sampler.inputs(plan_for(*seqs), 4)
+    table = np.asarray(sampler.history)
+    for seq in seqs:
+        assert np.flatnonzero(table[seq.slot]).tolist() == sorted({*seq.request.prompt})
+    assert (table[1] == 9).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
+from dovetail.ops import dispatch
 from dovetail.ops.dispatch import TPU_CASES, choose_paged, describe_tpu, has_tokamax, page_row, rotates_and_stores
 from dovetail.ops.kernels.tpu.needs import ROOM, why_not_flat, why_not_ragged
 from dovetail.ops.rope import Rope
@@ -144,3 +147,55 @@ def test_the_table_of_kernels_gives_reasons():
         assert (paged != "reference") == has_kernel, (what, generation)
         assert (packed != "reference") == (has_kernel and (not what.startswith("sinks") or has_tokamax()))
         assert ("packed: " in why) == (packed != "splash") and ("paged: " in why) == (paged != "ragged")
+
+
+def small(name: str, *shape: int, dtype=jnp.bfloat16) -> str:
+    """Return the backend of the kernel that dispatch chooses for x, qkv or logits of this shape."""
+    x = array(*shape, dtype=dtype)
+    kernel = {
+        "norm": lambda: dispatch.norm_kernel(paged("cuda"), x),
+        "store": lambda: dispatch.rotate_store_kernel(x, 8),
+        "loss": lambda: dispatch.loss_kernel(dispatch.choose_loss(None, x)),
+    }[name]()
+    return "mosaic" if ".mosaic." in kernel.__module__ else "triton"
+
+
+@pytest.mark.parametrize(
+    "name, shape, on_hopper",
+    [
+        ("norm", (64, 1024), "mosaic"), ("norm", (64, 4096), "triton"), ("norm", (8192, 4096), "mosaic"),
+        ("norm", (8192, 2880), "triton"), ("store", (64, 32, 128), "mosaic"), ("store", (1, 32, 128), "triton"),
+        ("store", (64, 32, 64), "triton"), ("store", (64, 26, 128), "triton"), ("loss", (1024, 151_936), "mosaic"),
+        ("loss", (1024, 50_257), "triton"),
+    ],
+)  # fmt: skip
+def test_small_kernels_are_mosaics_where_they_are_as_fast(monkeypatch, name, shape, on_hopper):
+    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
+    assert small(name, *shape) == "triton"
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    assert small(name, *shape) == on_hopper
+    assert small(name, *shape, dtype=jnp.float16) == "triton"
+
+
+def test_info_says_which_backend_runs_and_why(monkeypatch):
+    def rows() -> dict[str, str]:
+        return {operation: name for operation, platform, name in dispatch.describe() if platform == "cuda"}
+
+    assert rows()["loss"] == "triton (no NVIDIA GPU here)"
+    monkeypatch.setattr(dispatch.jax, "devices", lambda: [SimpleNamespace(compute_capability="8.0", platform="gpu")])
+    assert rows()["norm"] == "triton (compute capability 8.0)"
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    assert rows()["loss"] == "mosaic" and rows()["rotation and store"] == "mosaic; triton for fewer than 64 tokens"
+
+
+def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
+    ctx, x, rope = paged("cuda"), array(64, 1024), Rope(10_000.0, 128)
+    assert choose_paged("cuda", heads(), 8) == "reference" and dispatch.grouped_kernel("cuda") is None
+    assert dispatch.sample_kernel("cuda", None) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
+    assert dispatch.norm_kernel(ctx, x) is None and dispatch.layer_norm_kernel(None, x) is None
+    assert dispatch.choose_loss(None, x) == "reference"
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    assert dispatch.choose_norm(ctx, x) == dispatch.choose_loss(None, x) == "mosaic"
+    assert dispatch.layer_norm_kernel(None, x).__module__.endswith("mosaic.layer_norm")

@@ -3,9 +3,9 @@
 What is computed where:
 - On the device, in a loop of any number of steps: temperature, truncation, seed (fixed), position (one more per step),
   bias, a constant mask (allowed_token_ids, one-token bad words), min_tokens alone (a mask with an end), and penalties.
-  The penalties' counts are a table [slots, V] on the device: the host writes a row when a sequence takes its slot, and
-  each sampled token is added there. Sent from the host they would be S * V * 5 bytes per step (200 MB for 256 rows of
-  152k tokens), and the next step could not be prepared while this one runs.
+  The penalties' counts are a table [slots, V] on the device: when a sequence takes its slot, the host sends its tokens
+  and their counts, and each sampled token is added there. Sent from the host they would be S * V * 5 bytes per step
+  (200 MB for 256 rows of 152k tokens), and the next step could not be prepared while this one runs.
 - On the host, one step at a time with every earlier token known (`needs_host`): grammars, bad words of several tokens,
   and min_tokens beside another mask.
 
@@ -31,6 +31,7 @@ from dovetail.engine.schedule.plan import UNKNOWN, PlanRow, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI accepts 300
+ROWS_AT_ONCE, COUNTS_AT_ONCE = 64, 8192  # of the history, that one call clears and sets
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads the seeds of the n sequences
 
 
@@ -75,9 +76,8 @@ class Sampler:
         self._device = device
         self._history: jax.Array | None = None
         self._history_sharding = history_sharding
-        self._write_row = jax.jit(
-            lambda table, slot, row: table.at[slot].set(row), donate_argnums=0, out_shardings=history_sharding
-        )
+        self._write_counts = jax.jit(_write_counts, donate_argnums=0, out_shardings=history_sharding)
+        self._unwritten: list[tuple[int, Sequence]] = []  # slots of the history that were taken
         self._holder: list[SamplingState | None] = [None] * max_rows  # whose numbers are in each slot
         self._numbers = np.tile(
             SamplingState().numbers, (max_rows + 1, 1)
@@ -203,6 +203,7 @@ class Sampler:
                 numbers[i] = slot
                 if state.asks:
                     asking.append((i, self._row(row, state, plan.steps)))
+        self._write_history()
         positions[: len(plan.rows)] = [_position(row) if row.samples else 0 for row in plan.rows]
         columns = np.ascontiguousarray(self._numbers[numbers].T)
         fixed = {name: column.view(NUMBERS[name]) for name, column in zip(FIXED, columns, strict=True)}
@@ -256,11 +257,23 @@ class Sampler:
         assert seq.slot is not None
         if state.history_of != (seq.slot, seq.preemptions):
             assert known, f"{seq.id}: its tokens must be known when it takes a slot"
-            row = 2 * np.bincount(seq.output, minlength=self.vocab)
-            row[list(seq.request.prompt)] += 1  # once, however often it occurs
-            self.history = self._write_row(self.history, np.int32(seq.slot), row.astype(np.int32))
+            self._unwritten.append((seq.slot, seq))
             state.history_of = (seq.slot, seq.preemptions)
         return seq.slot
+
+    def _write_history(self) -> None:
+        """Write the rows of sequences that have taken a slot: whole rows from the host would be 600 KB each."""
+        while self._unwritten:
+            taken, self._unwritten = self._unwritten[:ROWS_AT_ONCE], self._unwritten[ROWS_AT_ONCE:]
+            counts = np.concatenate([_counts_of(slot, seq) for slot, seq in taken], axis=1)
+            slots = np.full(ROWS_AT_ONCE, self.max_rows, np.int32)
+            slots[: len(taken)] = [slot for slot, _ in taken]
+            for start in range(0, max(1, counts.shape[1]), COUNTS_AT_ONCE):
+                some = counts[:, start : start + COUNTS_AT_ONCE]
+                padding = ((0, 0), (0, COUNTS_AT_ONCE - some.shape[1]))
+                padded = np.pad(some, padding, constant_values=self.max_rows)  # a slot that is dropped
+                self.history = self._write_counts(self.history, slots, padded)
+                slots = np.full(ROWS_AT_ONCE, self.max_rows, np.int32)  # they are cleared once
 
     def _bias(self, states: list[tuple[int, SamplingState]], size: int) -> tuple[Any, Any]:
         """Return ids [S, B] and values [S, B]; B is always MAX_BIAS, so that no request causes a compilation."""
@@ -362,6 +375,20 @@ class Sampler:
                 state.matcher.accept(token)
         except UserError as error:
             seq.error = str(error)
+
+
+def _counts_of(slot: int, seq: Sequence) -> np.ndarray:
+    """Return [3, n]: the slot, the sequence's distinct tokens, and what the history has for each."""
+    prompt, output = np.unique(np.asarray(seq.request.prompt, np.int32)), np.asarray(seq.output, np.int32)
+    tokens, place = np.unique(np.concatenate([prompt, output]), return_inverse=True)
+    counts = np.bincount(place, np.repeat([1, 2], [len(prompt), len(output)]), minlength=len(tokens))
+    return np.stack([np.full(len(tokens), slot), tokens, counts]).astype(np.int32)
+
+
+def _write_counts(table: jax.Array, slots: jax.Array, counts: jax.Array) -> jax.Array:
+    """Clear the rows `slots` of the history, then set `counts` [3, n] as from `_counts_of`; slots past the end drop."""
+    slot, token, count = counts
+    return table.at[slots].set(0, mode="drop").at[slot, token].set(count, mode="drop")
 
 
 def _position(row: PlanRow) -> int:

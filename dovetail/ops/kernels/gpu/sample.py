@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK, COLDEST = 128, 1e-5  # as in ops.sample, which a kernel may not import
-CHUNK, CHUNKS = 4096, 4  # tokens that a program adjusts at a time, and how often: few programs find nothing to do
+# Tokens that a program adjusts at a time, 8 for each thread, and how often: few programs find nothing to do.
+CHUNK, CHUNKS = 2048, 8
 FEW = 64  # blocks that are looked at first
 ROOM = FEW * BLOCK  # tokens that a program holds at once
 WARPS = 16  # of a program that draws
@@ -82,7 +83,7 @@ def adjust(logits: jax.Array, inputs: Any, history: jax.Array, interpret: bool =
         out_specs=_row_of(logits),
         out_shape=jax.ShapeDtypeStruct((S, V), jnp.float32),
         input_output_aliases={len(given) - 1: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="adjust_logits",
     )(*given)
@@ -111,8 +112,7 @@ def _adjust_kernel(
         count = jnp.sum((ids >= 0).astype(jnp.int32))
         return lax.fori_loop(0, count, lambda i, x: jnp.where(at == bias_ids_ref[row, i], x + bias_ref[row, i], x), x)
 
-    def penalize(at, x):
-        seen = plgpu.load(history_ref.at[slot, at], mask=at < history_ref.shape[1], other=0)
+    def penalize(seen, x):
         counts = seen >> 1
         factor = jnp.where(seen > 0, repetition_ref[row], 1.0)
         x = jnp.where(x > 0, x / factor, x * factor)
@@ -122,17 +122,28 @@ def _adjust_kernel(
         words = plgpu.load(mask_ref.at[row, at // 32], mask=at // 32 < mask_ref.shape[1], other=0)
         return jnp.where((words >> (at % 32).astype(jnp.uint32)) & 1 == 1, x, -jnp.inf)
 
-    def change(i, _):
+    def places(i):
         at = (part * CHUNKS + i) * CHUNK + jnp.arange(CHUNK)
-        inside = at < logits_ref.shape[1]
-        x = plgpu.load(logits_ref.at[row, at], mask=inside, other=0.0)
-        for asked, step in ((is_biased, add_bias), (is_penalized, penalize), (is_masked, apply_mask)):
-            x = lax.cond(asked, functools.partial(step, at), lambda x: x, x)
-        plgpu.store(logits_ref.at[row, at], x, mask=inside)
+        return at, at < logits_ref.shape[1]
+
+    def read_history(i):
+        at, inside = places(i)
+        return plgpu.load(history_ref.at[slot, at], mask=inside & is_penalized, other=0)
+
+    def change(i, seen):
+        (at, inside), following = places(i), read_history(i + 1)  # in flight while these logits are changed
+        # penalties change few logits of a row: the others are neither read nor written
+        changed = inside & (is_biased | is_masked | (seen > 0))
+        x = plgpu.load(logits_ref.at[row, at], mask=changed, other=0.0)
+        x = lax.cond(is_biased, functools.partial(add_bias, at), lambda x: x, x)
+        x = penalize(seen, x)
+        x = lax.cond(is_masked, functools.partial(apply_mask, at), lambda x: x, x)
+        plgpu.store(logits_ref.at[row, at], x, mask=changed)
+        return following
 
     @pl.when(is_biased | is_penalized | is_masked)
     def _():
-        lax.fori_loop(0, CHUNKS, change, None)
+        lax.fori_loop(0, CHUNKS, change, read_history(0))
 
 
 # --- a program per row ------------------------------------------------------------------------------------------------

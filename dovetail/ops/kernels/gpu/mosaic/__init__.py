@@ -1,0 +1,1 @@
+"""Kernels for Hopper in Pallas's Mosaic GPU dialect, with the signatures of those for Triton one folder above."""

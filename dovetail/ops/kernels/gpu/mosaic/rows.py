@@ -1,0 +1,41 @@
+"""Rows of a matrix in the registers of a warpgroup: 128 threads hold a row, or a part of it, and reduce it at once."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 128  # of a warpgroup
+_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+
+
+def layout(columns: int) -> Any:
+    """Return the layout of a row; a thread's neighbouring numbers, up to 8, are loaded at once."""
+    vector = next(n for n in (8, 4, 2, 1) if columns % (THREADS * n) == 0)
+    return plgpu.Layout.WG_STRIDED((columns,), vec_size=vector)
+
+
+def load(ref: Any, index: tuple, columns: int) -> jax.Array:
+    """Return a row in f32."""
+    return load_as(ref, index, layout(columns))
+
+
+def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True) -> jax.Array:
+    """Return a part of memory in f32, in this layout."""
+    read: Any = plgpu.load
+    # jax 0.12 has no argument for the index
+    found = (
+        read(ref, index, layout=layout, optimized=optimized)
+        if _TAKES_INDEX
+        else read(ref.at[index], layout=layout, optimized=optimized)
+    )
+    return found.astype(jnp.float32)
+
+
+def filled(columns: int, value: float) -> jax.Array:
+    """Return a row of one value, to be changed in a loop."""
+    return plgpu.layout_cast(jnp.full(columns, value, jnp.float32), layout(columns))
