@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.core.types import Paged
 from dovetail.ops import dispatch
-from dovetail.ops.kernels.gpu import prompt
+from dovetail.ops.kernels.gpu import prompt, prompt_items
 
 COUNTS, LENGTHS = [300, 1, 0, 17, 5], [300, 700, 50, 40, 133]
 
@@ -26,12 +26,12 @@ def context() -> Paged:
 
 @pytest.mark.parametrize("tokens", [16, 32, 128])
 def test_tiles_have_every_token_once_and_the_longest_come_first(tokens):
-    tiles, count = prompt._sorted_tiles(context(), 328, tokens)
+    tiles, count = prompt_items.sorted_tiles(context(), 328, tokens)
     rows = np.asarray(tiles)[: int(count[0])]
     starts = np.cumsum([0, *COUNTS])
     seen = []
     for seq, first, low, high, position, length in rows:
-        assert first % prompt.ALIGNED == 0 and 0 <= low < high <= tokens and length == LENGTHS[seq]
+        assert first % prompt_items.ALIGNED == 0 and 0 <= low < high <= tokens and length == LENGTHS[seq]
         past = LENGTHS[seq] - COUNTS[seq]
         assert position - first == past - starts[seq]
         seen += [(seq, token) for token in range(first + low, first + high)]
@@ -43,7 +43,7 @@ def test_tiles_have_every_token_once_and_the_longest_come_first(tokens):
 def test_there_is_room_for_the_tiles_of_sequences_that_begin_between_multiples():
     counts = [9] * 7
     arrays = np.zeros((7, 4)), counts, np.cumsum([0, *counts]), [7]
-    tiles, count = prompt._sorted_tiles(Paged(*(jnp.asarray(x, jnp.int32) for x in arrays)), 64, 16)
+    tiles, count = prompt_items.sorted_tiles(Paged(*(jnp.asarray(x, jnp.int32) for x in arrays)), 64, 16)
     assert int(count[0]) <= tiles.shape[0]
 
 
