@@ -141,7 +141,10 @@ def rates(heads: tuple[int, int, int], counts: Sequence[int], lengths: Sequence[
         except Exception as error:
             print(name, f"FAILED {error!s:.300}", flush=True)
     if len(set(counts)) == 1 and counts == lengths and sinks is None:
-        found["cudnn"] = work / seconds(_cudnn(len(counts), counts[0], heads, options), qs, pages)
+        try:
+            found["cudnn"] = work / seconds(_cudnn(len(counts), counts[0], heads, options), qs, pages)
+        except Exception as error:
+            print("cudnn", f"FAILED {error!s:.300}", flush=True)
     return found
 
 

@@ -40,6 +40,21 @@ def test_tiles_have_every_token_once_and_the_longest_come_first(tokens):
     assert (np.diff(keys) <= 0).all()
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_blocks_without_a_mask_are_seen_by_all_rows_and_others_are_not_missed(window):
+    tiles, count = prompt_items.sorted_tiles(context(), 328, 16)
+    key = np.arange(8 * prompt_items.KEYS)
+    for tile in np.asarray(tiles)[: int(count[0])]:
+        item = prompt_items.PromptItem(0, *tile)
+        (begin, end), (first, last) = item.blocks(window), item.unmasked(window)
+        assert begin <= first <= last <= end
+        rows = item.position + np.arange(item.low, item.high)[:, None]
+        seen = (key <= rows) & (key > rows - (window or 1 << 30))
+        seen = seen.reshape(len(rows), 8, -1)
+        assert not seen[:, :begin].any() and not seen[:, end:].any()
+        assert seen[:, first:last].all()
+
+
 def test_there_is_room_for_the_tiles_of_sequences_that_begin_between_multiples():
     counts = [9] * 7
     arrays = np.zeros((7, 4)), counts, np.cumsum([0, *counts]), [7]

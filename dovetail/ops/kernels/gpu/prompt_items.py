@@ -61,6 +61,14 @@ class PromptItem(NamedTuple):
         begin = lax.div(jnp.maximum(self.position - window + 1, 0), KEYS) if window else jnp.int32(0)
         return begin, lax.div(self.position + self.high + KEYS - 1, KEYS)
 
+    def unmasked(self, window: int | None) -> tuple[Any, Any]:
+        """Return the first of the blocks that all rows see in full, and the one after the last."""
+        begin, _ = self.blocks(window)
+        if window:
+            missed = jnp.maximum(self.position + self.high - window, 0)  # keys before the window of the last row
+            begin = jnp.maximum(begin, lax.div(missed + KEYS - 1, KEYS))
+        return begin, jnp.maximum(begin, lax.div(self.position + 1, KEYS))
+
 
 def sorted_tiles(ctx: Paged, num_tokens: int, tokens: int) -> tuple[jax.Array, jax.Array]:
     """Return the tiles [I, 6] of `PromptItem`, those with the most keys first, and how many there are, [1]."""

@@ -197,14 +197,12 @@ def _attend(program: Program, out_ref: Any, sinks: list, item: PromptItem, side:
     own = buffers.queries.at[side, group]
     step = functools.partial(_step, program, own, item, position, done)
     masked = functools.partial(step, masked=True)
-    seen_by_all = lax.div(item.position + 1, KEYS)
     if shape.window is None or shape.window > 2 * KEYS:  # else hardly a block is seen by all rows
+        first, last = item.unmasked(shape.window)
         if shape.window:
-            out_of_window = jnp.maximum(item.position + item.high - shape.window, 0)  # keys that the last row misses
-            begin, outside = jnp.maximum(begin, lax.div(out_of_window + KEYS - 1, KEYS)), begin
-            carry = lax.fori_loop(outside, begin, masked, carry)
-        carry = lax.fori_loop(begin, seen_by_all, step, carry)
-        begin = jnp.maximum(begin, seen_by_all)
+            carry = lax.fori_loop(begin, first, masked, carry)
+        carry = lax.fori_loop(first, last, step, carry)
+        begin = last
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's output
     plgpu.barrier_arrive(barriers.queries_released.at[1 - side])
     out, _, total = lax.fori_loop(begin, end, masked, carry)
