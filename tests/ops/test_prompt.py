@@ -21,7 +21,8 @@ COUNTS, LENGTHS = [300, 1, 0, 17, 5], [300, 700, 50, 40, 133]
 def context() -> Paged:
     """Return a step with two rows of padding, whose contents are arbitrary."""
     arrays = np.zeros((7, 64)), [*LENGTHS, 9, 9], [*np.cumsum([0, *COUNTS]), 0, 7], [len(COUNTS)]
-    return Paged(*(jnp.asarray(x, jnp.int32) for x in arrays))
+    tables, kv_lens, cu, num_seqs = (jnp.asarray(x, jnp.int32) for x in arrays)
+    return Paged(tables, kv_lens, cu, num_seqs)
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 128])
@@ -58,7 +59,8 @@ def test_blocks_without_a_mask_are_seen_by_all_rows_and_others_are_not_missed(wi
 def test_there_is_room_for_the_tiles_of_sequences_that_begin_between_multiples():
     counts = [9] * 7
     arrays = np.zeros((7, 4)), counts, np.cumsum([0, *counts]), [7]
-    tiles, count = prompt_items.sorted_tiles(Paged(*(jnp.asarray(x, jnp.int32) for x in arrays)), 64, 16)
+    tables, kv_lens, cu, num_seqs = (jnp.asarray(x, jnp.int32) for x in arrays)
+    tiles, count = prompt_items.sorted_tiles(Paged(tables, kv_lens, cu, num_seqs), 64, 16)
     assert int(count[0]) <= tiles.shape[0]
 
 

@@ -253,7 +253,7 @@ def _step(
     if shape.softcap is not None:
         scores, scale = jnp.tanh(scores * scale), shape.softcap * LOG2E
     if masked:
-        scores = jnp.where(_visible(scores.shape, shape, position - block * KEYS), scores, HIDDEN)
+        scores = jnp.where(_visible(shape, position - block * KEYS), scores, HIDDEN)
     new = jnp.maximum(top, scores.max(axis=1) * scale)
     shrink = jnp.exp2(top - new)
     weights = jnp.exp2(scores * scale - spread(new, scores))
@@ -278,11 +278,11 @@ def _step(
     return out, new, total
 
 
-def _visible(shape: tuple[int, int], kernel: PromptShape, ahead: Any) -> Any:
+def _visible(shape: PromptShape, ahead: Any) -> Any:
     """Return which keys [64, KEYS] of a block the rows see; `ahead` is the first row's distance to the first key."""
-    row, key = (_in_registers(lax.broadcasted_iota(jnp.int32, shape, i)) for i in (0, 1))
-    distance = (row & (kernel.tokens - 1)) + ahead - key
-    return (distance >= 0) & (distance < kernel.window) if kernel.window else distance >= 0
+    row, key = (_in_registers(lax.broadcasted_iota(jnp.int32, (ROWS, KEYS), i)) for i in (0, 1))
+    distance = (row & (shape.tokens - 1)) + ahead - key
+    return (distance >= 0) & (distance < shape.window) if shape.window else distance >= 0
 
 
 def _clear(values: Any, cleared: Any, group: Any, known: Any) -> None:
