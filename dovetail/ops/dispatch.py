@@ -42,6 +42,7 @@ ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
 CUDNN_DIM, HOPPER_DIM = 128, 256  # of a head, at most, in packed attention
 MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
+FEW_TOKENS = 8  # per sequence: decode, and the verification of drafts
 X86 = ("x86_64", "amd64")
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
 # faster from about 24 rows on, and `many_rows`, whose vectors hold four numbers, never is.
@@ -111,8 +112,8 @@ def why_not_mosaic(
     """Return why attention to pages is not left to the kernel for prompts, or None."""
     if not is_one_gpu(platform, placement) or not _is_hopper():
         return "not one Hopper GPU"
-    if tables is None or tables.shape[0] >= q.shape[0]:
-        return "a decode step"
+    if tables is None or q.shape[0] <= FEW_TOKENS * tables.shape[0]:
+        return "few new tokens per sequence"
     from dovetail.ops.kernels.gpu.prompt import why_not_prompt
 
     return why_not_prompt(q, pages, block_mask)
@@ -420,7 +421,12 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
 
 
 def import_kernels(platform: str | None) -> None:
-    """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing."""
+    """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing.
+
+    On Hopper, the import sets the path of the library that a Mosaic kernel is compiled with when its step is loaded.
+    """
+    if (platform or jax.default_backend()) in NVIDIA and _is_hopper():
+        from dovetail.ops.kernels.gpu import prompt  # noqa: F401
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
         from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
 
