@@ -289,18 +289,47 @@ def quantized_kernel(
 
     A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result.
     """
-    return None  # no kernel reads packed weights yet
+    if why_not_packed(form, x, platform, placement):
+        return None
+    from dovetail.ops.kernels.cpu.packed_rows import packed_rows_matmul
+
+    return functools.partial(packed_rows_matmul, exact=not form.activations)
+
+
+def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placement | None) -> str | None:
+    """Return why no kernel multiplies x by packed weights, or None."""
+    if (platform or jax.default_backend()) != "cpu":
+        return "only on CPUs"
+    if placement is not None and placement.mesh.size > 1:
+        return "several devices"
+    if machine().lower() not in FEW_ROWS or not _has_numba():
+        return "numba is not installed, or the CPU is not known"
+    if x.dtype != jnp.float32 or x.ndim != 2:
+        return "x is not a matrix of f32"
+    from dovetail.ops.kernels.cpu.packed_rows import why_not_packed as why
+
+    return why(form, x.shape[-1])
+
+
+def reads_blocks(dtype: Any, placement: Placement | None) -> bool:
+    """Return whether products in this dtype read the blocks of a .gguf file as they are."""
+    x = jax.ShapeDtypeStruct((1, 256), dtype)
+    return why_not_packed(Format("q4_1"), x, placement.platform if placement else None, placement) is None
 
 
 def quantized_grouped_kernel(
-    form: Format, platform: str | None, placement: Placement | None
+    form: Format, rows: Any, platform: str | None, placement: Placement | None
 ) -> Callable[[jax.Array, Any, jax.Array], jax.Array] | None:
     """Return the grouped product with quantised experts [E, out, in] in this format; None for the reference.
 
     A kernel is called with the rows [M, in], the experts (ops.quant.weight.Quantized) and the sizes of the groups; on a
     mesh with the arrays of one device.
     """
-    return None  # likewise
+    if why_not_packed(form, rows, platform, placement):
+        return None
+    from dovetail.ops.kernels.cpu.packed_rows import packed_grouped_matmul
+
+    return functools.partial(packed_grouped_matmul, exact=not form.activations)
 
 
 def has_loss_kernel(placement: Placement | None) -> bool:
@@ -320,7 +349,7 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
 def import_kernels(platform: str | None) -> None:
     """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing."""
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import few_rows, packed_rows, paged  # noqa: F401
 
         if machine() in ARM:
             from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
@@ -390,7 +419,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("bidirectional attention", platform, _bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
-            ("quantised products", platform, "reference"),
+            ("quantised products", platform, _quantized_products(platform, few)),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),
@@ -417,6 +446,11 @@ def _products(few: Any, many: Any) -> str:
     if why := why_not_ours(few, few):
         return f"xla ({why})"
     return f"numba; xla for {why}" if (why := why_not_ours(many, few)) else "numba"
+
+
+def _quantized_products(platform: str, x: Any) -> str:
+    """Return the products of this platform with quantised weights."""
+    return "reference" if why_not_packed(Format("q4_1"), x, platform, None) else "numba for int8, int4 and GGUF blocks"
 
 
 # what: (query heads, key heads of a device, head dim, its option)

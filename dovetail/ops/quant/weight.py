@@ -6,6 +6,7 @@ large matrix is unpacked in parts, and the backward pass unpacks it again: a gra
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -68,7 +69,7 @@ class Quantized:
         rows = x.reshape(*x.shape[: x.ndim - dims], size)
         kernel = quantized_kernel(self.format, rows, self.platform, self.placement)
         if kernel is not None:
-            y = kernel(rows, self._as_matrix(), out_dtype)
+            y = _kernel_product(kernel, out_dtype, rows, self._as_matrix())
         elif self.format.name == "w8a8":
             y = _int8_matmul(rows, self._as_matrix(), out_dtype)
         else:
@@ -87,7 +88,7 @@ class Quantized:
 
     def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
         """Multiply as ops.linear.grouped does."""
-        kernel = quantized_grouped_kernel(self.format, platform or self.platform, self.placement)
+        kernel = quantized_grouped_kernel(self.format, rows, platform or self.platform, self.placement)
         if kernel is not None:
             return kernel(rows, self, sizes)
         return jax.checkpoint(lambda rows, w: grouped(rows, w.dense(), sizes, platform))(rows, self)
@@ -95,6 +96,22 @@ class Quantized:
     def _as_matrix(self) -> Quantized:
         arrays = {name: x.reshape(-1, x.shape[-1]) for name, x in self.arrays.items()}
         return replace(self, arrays=arrays, inner=())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel_product(kernel: Callable, out_dtype: Any, x: jax.Array, weight: Quantized) -> jax.Array:
+    return kernel(x, weight, out_dtype)
+
+
+def _kernel_forward(kernel: Callable, out_dtype: Any, x: jax.Array, weight: Quantized) -> tuple[jax.Array, Any]:
+    return kernel(x, weight, out_dtype), weight
+
+
+def _kernel_backward(_kernel: Callable, _out_dtype: Any, weight: Quantized, g: jax.Array) -> tuple[jax.Array, None]:
+    return weight.matmul_transposed(g, jnp.float32), None  # kernels on a CPU take f32
+
+
+_kernel_product.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _in_parts(weight: Quantized, product: Callable[[jax.Array], jax.Array]) -> jax.Array:

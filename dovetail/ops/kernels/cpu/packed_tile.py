@@ -12,6 +12,7 @@ VNNI, vpmaddubsw on AVX2, sdot on Arm), or used as it is. Addresses are integers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -54,6 +55,13 @@ class _Code:
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+    def hidden(self, value: Any) -> Any:
+        """Return the value, opaque to LLVM.
+
+        It would compute each row's address from the last one's, and loads would wait.
+        """
+        return self.builder.asm(ir.FunctionType(_INT, [_INT]), "", "=r,0", [value], False)
 
     def call(self, name: str, result: Any, *args: Any) -> Any:
         kind = ir.FunctionType(result, [arg.type for arg in args])
@@ -295,7 +303,7 @@ def _multiply(
         code = _Code(builder)
         x, x_stride, x_scales, s_stride, sums, codes, scales, offsets, groups, y, y_stride, adds = args[3:]
         xs, ss, ys = (
-            [code.at(base, builder.mul(stride, _INT(r))) for r in each]
+            [code.hidden(code.at(base, builder.mul(stride, _INT(r)))) for r in each]
             for base, stride in ((x, x_stride), (x_scales, s_stride), (y, y_stride))
         )
         totals = [cgutils.alloca_once_value(builder, constant(_FLOATS, 0.0)) for _ in each]
@@ -347,15 +355,18 @@ def _add_int8(code: _Code, group: _Group, xs: list[Any], scales: list[Any], sums
 
 def _add_f32(code: _Code, group: _Group, xs: list[Any], totals: list[Any]) -> None:
     """Add the products of a group to the variables `totals`, one for each row of x."""
-    b = code.builder
+    b, parts = code.builder, max(1, 4 // len(xs))  # of a sum: with few rows, sums would wait for themselves
+    sums = [[b.load(total), *[constant(_FLOATS, 0.0)] * (parts - 1)] for total in totals]
     for j, vector in enumerate(group.codes):
         for k in range(4):
             raised = b.shl(b.bitcast(vector, _INTS), constant(_INTS, 24 - 8 * k))
             number = (b.lshr if BIAS else b.ashr)(raised, constant(_INTS, 24))
             value = code.fma(b.sitofp(number, _FLOATS), group.scale, group.offset)
-            for x, total in zip(xs, totals, strict=True):
+            for x, each in zip(xs, sums, strict=True):
                 own = code.splat(code.load(code.at(x, 16 * j + 4 * k), _FLOAT))
-                b.store(code.fma(value, own, b.load(total)), total)
+                each[k % parts] = code.fma(value, own, each[k % parts])
+    for each, total in zip(sums, totals, strict=True):
+        b.store(functools.reduce(b.fadd, each), total)
 
 
 @intrinsic(prefer_literal=True)
@@ -371,12 +382,14 @@ def _round(context: Any, group: Any, x: Any, groups: Any, codes: Any, scales: An
         code, (_, x, groups, codes, scales, sums) = _Code(builder), args
         with cgutils.for_range(builder, groups) as loop:
             values = code.load(code.at(x, code.times(loop.index, 4 * size)), floats)
-            sizes = code.call(f"llvm.fabs.v{size}f32", floats, values)
-            most = code.call(f"llvm.vector.reduce.fmaximum.v{size}f32", _FLOAT, sizes)
+            sizes = builder.and_(
+                builder.bitcast(values, ints), constant(ints, 0x7FFFFFFF)
+            )  # in order, NaN the greatest
+            most = builder.bitcast(code.call(f"llvm.vector.reduce.umax.v{size}i32", _LANE, sizes), _FLOAT)
             scale, is_some = builder.fmul(most, _FLOAT(1 / 127)), builder.fcmp_ordered(">", most, _FLOAT(1e-30))
             share = builder.select(is_some, builder.fdiv(_FLOAT(127.0), most), _FLOAT(0.0))
             rounded = code.call(f"llvm.rint.v{size}f32", floats, builder.fmul(values, code.splat(share, size)))
-            numbers = code.call(f"llvm.fptosi.sat.v{size}i32.v{size}f32", ints, rounded)
+            numbers = builder.fptosi(rounded, ints)
             found = builder.trunc(numbers, ir.VectorType(_BYTE, size))
             code.store(found, code.at(codes, code.times(loop.index, size)))
             summed = builder.sitofp(code.call(f"llvm.vector.reduce.add.v{size}i32", _LANE, numbers), _FLOAT)
