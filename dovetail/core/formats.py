@@ -88,7 +88,7 @@ class Format:
 # What weights are rounded to, by the names of `--quantization`.
 ROUNDED = {
     "int8": Format("int8"),
-    "w8a8": Format("w8a8", activations="int8"),
+    "w8a8": Format("w8a8"),
     "fp8": Format("fp8"),
     "fp8_block": Format("fp8", 128),
     "int4": Format("int4", 128, "float16"),

@@ -14,7 +14,7 @@ from dovetail.ops import dispatch
 from dovetail.ops.quant.weight import Quantized
 
 kernels = later("dovetail.ops.kernels.cpu.packed_rows")
-FORMATS = (*BLOCKS, "int8", "w8a8", "int4", "int4_asym")
+FORMATS = (*BLOCKS, "int8", "int4", "int4_asym")
 X = jax.ShapeDtypeStruct((1, 256), jnp.float32)
 pytestmark = pytest.mark.skipif(
     dispatch.why_not_packed(Format("q4_1"), X, "cpu", None) is not None, reason="no kernel on this CPU"

@@ -37,7 +37,7 @@ from dovetail.ops.kernels.cpu.threads import (
 )  # fmt: skip
 
 NAME = "dovetail_packed_rows"
-KINDS = {name: i for i, name in enumerate(FORMATS)} | {"w8a8": 0, "uint4": 1}  # places in packed_tile's table
+KINDS = {name: i for i, name in enumerate(FORMATS)} | {"uint4": 1}  # places in packed_tile's table
 INT8, SPREAD = 0, 2  # formats before SPREAD have their scales in arrays of their own
 VALUES, BYTES = (np.asarray([form[i] for form in FORMATS.values()]) for i in (1, 2))  # of a block
 SLICE = 1024  # of the input, at most: a tile of it stays in the first cache

@@ -12,7 +12,6 @@ VNNI, vpmaddubsw on AVX2, sdot on Arm), or used as it is. Addresses are integers
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -355,18 +354,18 @@ def _add_int8(code: _Code, group: _Group, xs: list[Any], scales: list[Any], sums
 
 def _add_f32(code: _Code, group: _Group, xs: list[Any], totals: list[Any]) -> None:
     """Add the products of a group to the variables `totals`, one for each row of x."""
-    b, parts = code.builder, max(1, 4 // len(xs))  # of a sum: with few rows, sums would wait for themselves
-    sums = [[b.load(total), *[constant(_FLOATS, 0.0)] * (parts - 1)] for total in totals]
-    for j, vector in enumerate(group.codes):
-        for k in range(4):
+    b, sums = code.builder, []
+    for k in range(4):  # four sums each: one would wait for itself
+        own = [b.load(total) if k == 0 else constant(_FLOATS, 0.0) for total in totals]
+        for j, vector in enumerate(group.codes):
             raised = b.shl(b.bitcast(vector, _INTS), constant(_INTS, 24 - 8 * k))
             number = (b.lshr if BIAS else b.ashr)(raised, constant(_INTS, 24))
             value = code.fma(b.sitofp(number, _FLOATS), group.scale, group.offset)
-            for x, each in zip(xs, sums, strict=True):
-                own = code.splat(code.load(code.at(x, 16 * j + 4 * k), _FLOAT))
-                each[k % parts] = code.fma(value, own, each[k % parts])
-    for each, total in zip(sums, totals, strict=True):
-        b.store(functools.reduce(b.fadd, each), total)
+            factors = [code.splat(code.load(code.at(x, 16 * j + 4 * k), _FLOAT)) for x in xs]
+            own = [code.fma(value, factor, total) for factor, total in zip(factors, own, strict=True)]
+        sums = own if k == 0 else [b.fadd(a, c) for a, c in zip(sums, own, strict=True)]
+    for value, total in zip(sums, totals, strict=True):
+        b.store(value, total)
 
 
 @intrinsic(prefer_literal=True)
