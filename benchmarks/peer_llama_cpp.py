@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quantization", nargs="+", default=["gguf"])
+    parser.add_argument("--quantization", nargs="+", default=["gguf", "gguf_int8"])
     args = parser.parse_args()
     most, rng = max(args.streams), np.random.default_rng(0)
     ours = {

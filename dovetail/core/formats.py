@@ -96,8 +96,8 @@ ROUNDED = {
     "nf4": Format("nf4", 64),
     "mxfp4": Format("mxfp4", 32, "uint8"),
 }
-# Schemes that keep the blocks of a .gguf file; with the second, no kernel rounds activations.
-KEPT = ("gguf", "gguf_f32")
+# Schemes that keep the blocks of a .gguf file; with the second, a CPU's products round activations to int8.
+KEPT = ("gguf", "gguf_int8")
 
 
 def fitted(scheme: str, size: int) -> Format | None:

@@ -72,7 +72,7 @@ class GgufCheckpoint:
         """Return the formats of the matrices whose blocks can be kept as they are, by Hugging Face name."""
         kinds = {name: self._file.tensors[source.tensor] for name, source in self._sources.items()}
         return {
-            name: Format(info.type.lower(), activations="int8")
+            name: Format(info.type.lower())
             for name, info in kinds.items()
             if info.type.lower() in BLOCKS and len(info.shape) > 1 and not self._sources[name].added
         }

@@ -170,8 +170,8 @@ def load(
         progress: Called with a name, the bytes done and all bytes.
         check: Called with the model's config before a weight is read.
         quantization: How weights are held: a name of core.formats.ROUNDED rounds the projections of layers, "gguf"
-            keeps the blocks of a .gguf file (a CPU's products round activations to int8, with "gguf_f32" they do not),
-            "none" unpacks everything. None keeps the weights of a quantised folder as they are, and unpacks a .gguf
+            keeps the blocks of a .gguf file ("gguf_int8": and a CPU's products round activations to int8), "none"
+            unpacks everything. None keeps the weights of a quantised folder as they are, and unpacks a .gguf
             file.
         backend: "torch" runs the model as transformers defines it, on jax devices by torchax: for an architecture that
             Dovetail does not implement (docs/torch.md).
@@ -209,8 +209,8 @@ def chosen_formats(checkpoint: TensorSource, cfg: ModelConfig, where: str, quant
         return rounded_formats(spec(cfg), str(quantization))
     keeps = quantization in KEPT if is_gguf else quantization is None
     formats = stored_formats(checkpoint, cfg, where) if keeps else ()
-    if quantization == "gguf_f32":
-        return tuple((path, replace(form, activations="")) for path, form in formats)
+    if quantization == "gguf_int8":
+        return tuple((path, replace(form, activations="int8")) for path, form in formats)
     return formats
 
 
