@@ -36,11 +36,13 @@ class Format:
         name: A key of CODES or BLOCKS.
         group: Values along the input that share a scale; 0: the whole row. Blocks have their own.
         scale: The dtype of the scales.
+        activations: "int8" if a kernel may round the other factor of a product to it; "" if it may not.
     """
 
     name: str
     group: int = 0
     scale: str = "float32"
+    activations: str = ""
 
     @property
     def unit(self) -> int:
@@ -94,6 +96,8 @@ ROUNDED = {
     "nf4": Format("nf4", 64),
     "mxfp4": Format("mxfp4", 32, "uint8"),
 }
+# Schemes that keep the blocks of a .gguf file; with the second, a CPU's products round activations to int8.
+KEPT = ("gguf", "gguf_int8")
 
 
 def fitted(scheme: str, size: int) -> Format | None:

@@ -38,6 +38,7 @@ from dovetail.engine.request.params import SamplingParams, renamed_attribute
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.chat import has_images
 from dovetail.io.compiled import keep_compiled
+from dovetail.io.hub import resolve
 from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.load import load
@@ -49,6 +50,7 @@ from dovetail.models.formats import rounded_formats, with_formats
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
+from dovetail.ops.dispatch import reads_blocks
 from dovetail.ops.quant.weight import rounded
 
 log = logging.getLogger(__name__)
@@ -508,7 +510,11 @@ def _load(
     if options.load_format == "dummy":
         return _dummy(model, options, placement)
     check = functools.partial(check_model, options=options)
-    loaded = load(model, options.dtype, placement, progress, check, options.quantization)
+    held = options.quantization
+    on_cpu = "f32" if jax.default_backend() == "cpu" else "bf16"  # the default dtype, see `load`
+    if held is None and reads_blocks(compute_of(options.dtype or on_cpu).dtype, placement):
+        held = "gguf" if resolve(model, progress).suffix == ".gguf" else None
+    loaded = load(model, options.dtype, placement, progress, check, held)
     params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
     return loaded.config, params, loaded.tokenizer
 

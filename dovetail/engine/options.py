@@ -20,7 +20,7 @@ Backend = Literal["jax", "torch"]
 # The names that core.compute takes, repeated here because that module imports jax; a test compares the two.
 DTYPES = ("bf16", "f32", "tf32", "f16", "bfloat16", "float32", "float16")
 # The names of core.formats.ROUNDED, likewise, and what keeps or unpacks the weights of a file.
-QUANTIZATIONS = ("int8", "w8a8", "fp8", "fp8_block", "int4", "int4_asym", "nf4", "mxfp4", "gguf", "none")
+QUANTIZATIONS = ("int8", "w8a8", "fp8", "fp8_block", "int4", "int4_asym", "nf4", "mxfp4", "gguf", "gguf_int8", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class EngineOptions:
     quantization: str | None = option(
         None,
         "How weights are held: int8, w8a8, fp8, fp8_block, int4, int4_asym, nf4 or mxfp4 rounds the projections of "
-        "layers, gguf keeps the blocks of a .gguf file, none unpacks (docs/quantisation.md). Default: a quantised "
-        "folder is kept as it is, a .gguf file is unpacked.",
+        "layers, gguf keeps the blocks of a .gguf file (gguf_int8: and rounds activations on a CPU), none unpacks "
+        "(docs/quantisation.md). Default: a quantised folder is kept as it is, a .gguf file on a CPU too.",
         choices=QUANTIZATIONS, metavar="SCHEME",
     )  # fmt: skip
     max_model_len: int | None = option(

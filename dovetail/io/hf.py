@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -203,7 +204,8 @@ def _read_weight(source: TensorSource, leaf: ParamSpec, names: dict[str, str], d
         return _read_leaf(source, leaf, names, dtype, placement)
     stored = [names[name] for name in leaf.stored.names]
     known = source.formats() if isinstance(source, QuantizedSource) else {}
-    if any(known.get(name) != leaf.format for name in stored):
+    kinds = {known.get(name) for name in stored}
+    if any(kind is None or replace(kind, activations=leaf.format.activations) != leaf.format for kind in kinds):
         plain = _read_leaf(source, leaf, names, dtype, placement)
         return rounded(leaf, plain, placement)
     parts = [source.packed(name) for name in stored]  # type: ignore[attr-defined]

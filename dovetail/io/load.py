@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -24,7 +24,7 @@ from dovetail.core.choice import did_you_mean
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import FileError, UnsupportedError, UserError
 from dovetail.core.files import umask
-from dovetail.core.formats import ROUNDED
+from dovetail.core.formats import KEPT, ROUNDED
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import num_bytes, num_params
@@ -170,8 +170,9 @@ def load(
         progress: Called with a name, the bytes done and all bytes.
         check: Called with the model's config before a weight is read.
         quantization: How weights are held: a name of core.formats.ROUNDED rounds the projections of layers, "gguf"
-            keeps the blocks of a .gguf file, "none" unpacks everything. None keeps the weights of a quantised folder
-            as they are, and unpacks a .gguf file.
+            keeps the blocks of a .gguf file ("gguf_int8": and a CPU's products round activations to int8), "none"
+            unpacks everything. None keeps the weights of a quantised folder as they are, and unpacks a .gguf
+            file.
         backend: "torch" runs the model as transformers defines it, on jax devices by torchax: for an architecture that
             Dovetail does not implement (docs/torch.md).
 
@@ -198,16 +199,19 @@ def load(
 
 def chosen_formats(checkpoint: TensorSource, cfg: ModelConfig, where: str, quantization: str | None) -> Formats:
     """Return the formats that the weights of a checkpoint are held in; `quantization`: see `load`."""
-    if quantization is not None and quantization not in (*ROUNDED, "gguf", "none"):
-        known = ", ".join((*ROUNDED, "gguf", "none"))
+    if quantization is not None and quantization not in (*ROUNDED, *KEPT, "none"):
+        known = ", ".join((*ROUNDED, *KEPT, "none"))
         raise UserError(f"`quantization` must be one of {known}, got {quantization!r}", param="quantization")
     is_gguf = Path(where).suffix == ".gguf"
-    if quantization == "gguf" and not is_gguf:
-        raise UserError(f"quantization=gguf requires a .gguf file, got {where}", param="quantization")
+    if quantization in KEPT and not is_gguf:
+        raise UserError(f"quantization={quantization} requires a .gguf file, got {where}", param="quantization")
     if quantization in ROUNDED:
         return rounded_formats(spec(cfg), str(quantization))
-    keeps = quantization == "gguf" if is_gguf else quantization is None
-    return stored_formats(checkpoint, cfg, where) if keeps else ()
+    keeps = quantization in KEPT if is_gguf else quantization is None
+    formats = stored_formats(checkpoint, cfg, where) if keeps else ()
+    if quantization == "gguf_int8":
+        return tuple((path, replace(form, activations="int8")) for path, form in formats)
+    return formats
 
 
 def _load_torch(path: Path, dtype: DTypeLike | None, placement: Placement | None, source: str) -> TorchLanguageModel:

@@ -376,18 +376,48 @@ def quantized_kernel(
         from dovetail.ops.quant.rounded import fp8_matmul
 
         return fp8_matmul
-    return None
+    if why_not_packed(form, x, platform, placement):
+        return None
+    from dovetail.ops.kernels.cpu.packed_rows import packed_rows_matmul
+
+    exact = not form.activations
+    return lambda x, weight, out_dtype: packed_rows_matmul(x, weight, out_dtype, exact)
+
+
+def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placement | None) -> str | None:
+    """Return why no kernel multiplies x by packed weights, or None."""
+    if (platform or jax.default_backend()) != "cpu":
+        return "only on CPUs"
+    if placement is not None and placement.mesh.size > 1:
+        return "several devices"
+    if machine().lower() not in FEW_ROWS or not _has_numba():
+        return "numba is not installed, or the CPU is not known"
+    if x.dtype != jnp.float32 or x.ndim != 2:
+        return "x is not a matrix of f32"
+    from dovetail.ops.kernels.cpu.packed_rows import why_not_packed as why
+
+    return why(form, x.shape[-1])
+
+
+def reads_blocks(dtype: Any, placement: Placement | None) -> bool:
+    """Return whether products in this dtype read the blocks of a .gguf file as they are."""
+    x = jax.ShapeDtypeStruct((1, 256), dtype)
+    return why_not_packed(Format("q4_1"), x, placement.platform if placement else None, placement) is None
 
 
 def quantized_grouped_kernel(
-    form: Format, platform: str | None, placement: Placement | None
+    form: Format, rows: Any, platform: str | None, placement: Placement | None
 ) -> Callable[[jax.Array, Any, jax.Array], jax.Array] | None:
     """Return the grouped product with quantised experts [E, out, in] in this format; None for the reference.
 
     A kernel is called with the rows [M, in], the experts (ops.quant.weight.Quantized) and the sizes of the groups; on a
     mesh with the arrays of one device.
     """
-    return None  # likewise
+    if why_not_packed(form, rows, platform, placement):
+        return None
+    from dovetail.ops.kernels.cpu.packed_rows import packed_grouped_matmul
+
+    return functools.partial(packed_grouped_matmul, exact=not form.activations)
 
 
 def choose_loss(placement: Placement | None, logits: Any) -> str:
@@ -428,7 +458,7 @@ def import_kernels(platform: str | None) -> None:
     if (platform or jax.default_backend()) in NVIDIA and _is_hopper():
         from dovetail.ops.kernels.gpu import prompt  # noqa: F401
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import few_rows, packed_rows, paged  # noqa: F401
 
         if machine() in ARM:
             from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
@@ -512,7 +542,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("bidirectional attention", platform, _bidirectional(platform, heads)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
-            ("quantised products", platform, _quantized(platform)),
+            ("quantised products", platform, _quantized_products(platform, few)),
             ("experts", platform, _experts(platform)),
             *((operation, platform, name) for operation, name in _small_kernels(platform).items()),
         ]
@@ -573,17 +603,19 @@ def _block_mask(platform: str, q: Any) -> str:
     return f"{packed} (packed), {paged} (paged)"
 
 
-def _quantized(platform: str) -> str:
-    """Return the products with quantised weights."""
-    fp8 = quantized_kernel(Format("fp8"), None, platform, None) is not None
-    return "xla for w8a8 and fp8, reference for others" if fp8 else "xla for w8a8, reference for others"
-
-
 def _products(few: Any, many: Any) -> str:
     """Return the products of few rows and many rows on this CPU, and why not our kernels."""
     if why := why_not_ours(few, few):
         return f"xla ({why})"
     return f"numba; xla for {why}" if (why := why_not_ours(many, few)) else "numba"
+
+
+def _quantized_products(platform: str, x: Any) -> str:
+    """Return the products of this platform with quantised weights."""
+    if why_not_packed(Format("q4_1"), x, platform, None) is None:
+        return "numba for int8, int4 and GGUF blocks; xla for w8a8"
+    fp8 = quantized_kernel(Format("fp8"), x, platform, None) is not None
+    return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
 
 
 # what: (query heads, key heads of a device, head dim, its option)

@@ -12,6 +12,7 @@ from refusals import refuses
 from smollm2_greedy import NEW, greedy_tokens, mixed_prompts
 
 from dovetail.core.errors import RequestError
+from dovetail.core.spec import held_bytes
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 
@@ -46,6 +47,12 @@ def question(llm) -> list[int]:
 @pytest.fixture(scope="module")
 def answer(llm, question) -> str:
     return variant(llm).generate(question, replace(GREEDY, max_tokens=24))[0].outputs[0].text
+
+
+def test_a_cpu_keeps_the_blocks_of_the_file(llm):
+    params = llm.runner.weights.params
+    assert params["embed"].format.name == "q8_0" and params["layers"][0]["attn"]["q+k+v"].format.name == "q4_1"
+    assert held_bytes(params) < 98 * 2**20
 
 
 def test_16_prompts_together(llm, prompts, expected):

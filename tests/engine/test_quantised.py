@@ -101,7 +101,7 @@ def test_a_placement_is_pickled_with_a_kept_program():
 
 
 def test_specs_and_options():
-    assert set(ROUNDED) | {"gguf", "none"} == set(QUANTIZATIONS)
+    assert set(ROUNDED) | {"gguf", "gguf_int8", "none"} == set(QUANTIZATIONS)
     with refuses("quantization"):
         EngineOptions(quantization="int3")
     specs = with_formats(spec(CFG), rounded_formats(spec(CFG), "int8"))

@@ -317,8 +317,8 @@ class Runner:
 
     def read(self, path: str) -> Params:
         """Return the weights of a path, for `published`; any thread may call this."""
-        keeps_blocks = any(form.name in BLOCKS for _, form in self._formats)
-        held = "gguf" if keeps_blocks else None
+        blocks = next((form for _, form in self._formats if form.name in BLOCKS), None)
+        held = None if blocks is None else "gguf_int8" if blocks.activations else "gguf"
         return load(path, self.compute.dtype, self.placement, quantization=held).params
 
     def published(self, params: Params, take: bool = False) -> Params:

@@ -83,7 +83,7 @@ class Quantized:
 
     def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
         """Multiply as ops.linear.grouped does."""
-        kernel = quantized_grouped_kernel(self.format, platform or self.platform, self.placement)
+        kernel = quantized_grouped_kernel(self.format, rows, platform or self.platform, self.placement)
         if kernel is not None:
             return kernel(rows, self, sizes)
         return jax.checkpoint(lambda rows, w: grouped(rows, w.dense(), sizes, platform))(rows, self)

@@ -29,11 +29,13 @@ _INT, _POINTER = ir.IntType(64), cgutils.voidptr_t
 
 
 def task_symbol(name: str, function: Any) -> Callable:
-    """Return a numba function that returns the address of a compiled task.
+    """Return a numba function that returns the address of a compiled task."""
+    return symbol(name, function.address)
 
-    By name, so that both can be kept compiled.
-    """
-    llvm.add_symbol(name, function.address)
+
+def symbol(name: str, value: int) -> Callable:
+    """Return a numba function that returns this address: by name, so that its callers can be kept compiled."""
+    llvm.add_symbol(name, value)
 
     @intrinsic
     def address(context: Any) -> Any:
@@ -109,6 +111,19 @@ def _call(context: Any, function: Any, argument: Any) -> Any:
 
 
 @intrinsic
+def _call_many(context: Any, function: Any, arguments: Any) -> Any:
+    """Call a function of integers, given by address, with a tuple of them."""
+
+    def generate(_context, builder, _signature, args):
+        count = len(arguments)
+        kind = ir.FunctionType(_INT, [_INT] * count).as_pointer()
+        values = cgutils.unpack_tuple(builder, args[1], count)
+        return builder.call(builder.inttoptr(args[0], kind), values)
+
+    return types.int64(types.int64, types.UniTuple(types.int64, len(arguments))), generate
+
+
+@intrinsic
 def _address_of(context: Any, pointer: Any) -> Any:
     def generate(_context, builder, _signature, args):
         return builder.ptrtoint(args[0], _INT)
@@ -119,6 +134,7 @@ def _address_of(context: Any, pointer: Any) -> Any:
 # They are called without the context.
 add: Any = _add
 call: Any = _call
+call_many: Any = _call_many
 malloc: Any = _malloc
 free: Any = _free
 let_others_run: Any = _let_others_run
