@@ -63,7 +63,7 @@ def test_errors_that_teach(tmp_path):
         quantize(folder, tmp_path / "out", "int5")
     with refuses("data", UserError, naming="--method rtn"):
         quantize(folder, tmp_path / "out", "int4")
-    with refuses("data", UserError, naming="8 rows of 512"):
+    with refuses("data", UserError, naming="8 rows of 256"):
         quantize(folder, tmp_path / "out", "int4", "fables:1")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").touch()

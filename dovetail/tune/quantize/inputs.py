@@ -43,7 +43,7 @@ class _Seen:
         return {joined_name(dict.fromkeys(names, 0)): gram for _, names, gram in self._found}
 
 
-class Observed:
+class ObservedWeight:
     """Multiply as a weight does (ops.linear.Weight), and record its input."""
 
     def __init__(self, weight: jax.Array, name: str, seen: _Seen):
@@ -94,7 +94,7 @@ def observe(
 
     def watched(path: tuple, weight: Any) -> Any:
         name = path_name(path)
-        return Observed(weight, name, seen) if name in names else weight
+        return ObservedWeight(weight, name, seen) if name in names else weight
 
     with compute.products():  # not the jitted block, which could not give back what is observed
         _run(block.__wrapped__, jax.tree_util.tree_map_with_path(watched, p), x, cfg, layer)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 
 from dovetail.core.formats import Format
 from dovetail.ops.quant.pack import codes_of, packed_codes, scales_of, values_of
@@ -42,11 +41,13 @@ class WeightInputs:
 
         It is computed on the host, in f64. Columns without inputs stand alone.
         """
+        from scipy.linalg.lapack import dtrtri
+
         gram, order = np.asarray(self.gram, np.float64), np.asarray(self.order)
         diagonal = np.diag(gram)
         gram = gram + np.diag(DAMPING * diagonal.mean() + (diagonal == 0))
         lower = np.linalg.cholesky(gram[np.ix_(order[::-1], order[::-1])])
-        inverse, _ = scipy.linalg.lapack.dtrtri(lower, lower=1)
+        inverse, _ = dtrtri(lower, lower=1)
         return inverse[::-1, ::-1].astype(np.float32)
 
 
