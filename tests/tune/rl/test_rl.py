@@ -316,6 +316,11 @@ def test_evaluation_on_held_out_prompts(evaluated):
         ({"loss": {"kl_estimator": "k2"}}, "loss.kl_estimator"),
         ({"loss": {"importance_sampling_mode": "drop"}}, "loss.importance_sampling_mode"),
         (
+            {"loss": {"importance_sampling_mode": "none"}, "engine": {"quantization": "fp8"}},
+            "loss.importance_sampling_mode",
+        ),
+        ({"engine": {"quantization": "gguf"}}, "engine.quantization"),
+        (
             {"loss": {"importance_sampling_mode": "none", "importance_sampling_cap": 3.0}},
             "loss.importance_sampling_cap",
         ),
