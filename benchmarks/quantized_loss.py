@@ -120,7 +120,7 @@ def _as_blocks(model: Model, kind: str):
     chosen = dict(_forms(model, "int8"))
 
     def one(leaf, weight):
-        out, size = leaf.rows
+        size = leaf.rows[1]
         path = paths[id(leaf)]
         if path not in chosen:
             return weight
