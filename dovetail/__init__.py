@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dovetail.tune.api import reward as reward
     from dovetail.tune.api import sft as sft
     from dovetail.tune.draft.draft import draft as draft
+    from dovetail.tune.quantize.quantize import quantize as quantize
     from dovetail.tune.rl.rl import rl as rl
 
 __version__ = "0.1.0"
@@ -49,11 +50,12 @@ _HOMES = {
     "draft": "dovetail.tune.draft.draft",
     "rl": "dovetail.tune.rl.rl",
     "merge": "dovetail.tune.api",
+    "quantize": "dovetail.tune.quantize.quantize",
     "remote": "dovetail.jobs.remote",
 }
 __all__ = [
-    "LLM", "SamplingParams", "distill", "dpo", "draft", "load", "merge", "pretrain", "remote", "reward", "rl", "sft",
-    "__version__",
+    "LLM", "SamplingParams", "distill", "dpo", "draft", "load", "merge", "pretrain", "quantize", "remote", "reward",
+    "rl", "sft", "__version__",
 ]  # fmt: skip
 
 

@@ -57,6 +57,7 @@ for command, panel in (
     (tour.tour, _MODELS),
     (models.pull, _MODELS),
     (models.convert, _MODELS),
+    (models.quantize, _MODELS),
     (models.merge, _MODELS),
     (info.info, _MODELS),
     (train.pretrain, _TRAINING),

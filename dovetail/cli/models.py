@@ -1,4 +1,4 @@
-"""`dovetail pull`, `convert` and `merge`: fetch a model, change its format, write an adapter into its weights."""
+"""`dovetail pull`, `convert`, `quantize` and `merge`: fetch a model, change its format, merge an adapter."""
 
 import re
 
@@ -54,6 +54,32 @@ def convert(
     with bar() as progress:
         write(src, dst, dtype, max_shard_bytes, progress, special_token or ())
     typer.echo(dst)
+
+
+def quantize(
+    model: str = typer.Argument(help="Folder, hub id or catalogue name."),
+    out: str = typer.Argument(help="Folder to write; it must be new or empty."),
+    scheme: str = typer.Option("int4", help="int8, w8a8, fp8, fp8_block, int4 or int4_asym."),
+    data: str = typer.Option("", help="Texts: a .txt or .jsonl file, a folder, a built-in corpus, a hub dataset."),
+    method: str = typer.Option("gptq", help="gptq or awq (calibrated on --data), or rtn (round to nearest)."),
+    samples: int = typer.Option(128, min=1, help="Rows of text to use at most; one in eight is held out."),
+    length: int = typer.Option(512, min=2, help="Tokens of a row."),
+    text_key: str = typer.Option("text", help="Field of a record that holds its text."),
+) -> None:
+    """Quantise a model on texts and write it as compressed-tensors."""
+    from dovetail.core.reporter import bar
+    from dovetail.tune.quantize.quantize import quantize as run
+
+    with bar() as progress:
+        done = run(
+            model, out, scheme, data, method, samples=samples, length=length, text_key=text_key, progress=progress
+        )
+    if done.groups:
+        typer.echo(f"groups of {' and '.join(map(str, done.groups))} values share a scale")
+    if done.before is not None and done.after is not None:
+        change = f"{done.after / done.before - 1:+.2%}"
+        typer.echo(f"held-out loss {done.before:.4f} -> {done.after:.4f} ({change}, {done.tokens:,} tokens)")
+    typer.echo(f"written to {done.folder}: serve it with `dovetail serve {done.folder}`")
 
 
 def parse_bytes(text: str) -> int:

@@ -201,6 +201,7 @@ def starter(model: str, stored: Any, more: str = "") -> Callable[[Any], str]:
         computed = compute_dtype(replica.dtype)
         dtype = "" if computed == usual else computed
         quantized = f" --quantization {replica.dtype}" if replica.dtype in QUANTIZED else ""
+        quantized += f" --kv-cache-dtype {replica.kv}" if replica.kv in ("fp8", "int8") else ""
         many = (
             f" (for each of the {plan.replicas:,} replicas, on its own devices and port)" if plan.replicas > 1 else ""
         )

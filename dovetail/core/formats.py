@@ -25,6 +25,10 @@ BLOCKS = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34),
     "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
 }  # fmt: skip
+# how pages of a KV cache may be stored, by the names of `--kv-cache-dtype`: (dtype, bytes of the scale that follows the
+# values of each head of a token)
+KV_DTYPES = {"fp8": ("float8_e4m3fn", 0), "fp8_e4m3": ("float8_e4m3fn", 0), "int8": ("int8", 4)}
+KV_SCALES = dict(KV_DTYPES.values())  # the bytes by dtype
 LEAST_GROUP = 16  # values: smaller groups spend more on scales than on codes
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
-from dovetail.core.errors import UserError
+from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import held_bytes, tree_map
 from dovetail.core.types import Paged, Params, Weights
@@ -185,7 +185,18 @@ def programs_for(
     buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
     platform = device.platform if absent else None
     encoder = _encoder(cfg, buckets, max_len, device)
-    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder)
+    _check_kv_cache(cfg, options.kv_cache_dtype)
+    kv = options.kv_cache_dtype
+    return Programs(cfg, compute, buckets, page_size, platform, placement, absent, draft, encoder, kv)
+
+
+def _check_kv_cache(cfg: ModelConfig, kv: str) -> None:
+    if kv != "auto" and all(layer.attn.page_dtype("bfloat16", kv) == jnp.bfloat16 for layer in cfg.layers):
+        raise UnsupportedError(
+            f"`kv_cache_dtype` {kv} requires layers that attend to all earlier tokens by keys and values; {cfg.family} "
+            "has latents or sliding windows alone: leave it at auto",
+            param="kv_cache_dtype",
+        )
 
 
 def _encoder(cfg: ModelConfig, buckets: Buckets, max_len: int, device: Any) -> EncoderBuckets | None:

@@ -55,6 +55,12 @@ class EngineOptions:
         "(docs/quantisation.md). Default: a quantised folder is kept as it is, a .gguf file on a CPU too.",
         choices=QUANTIZATIONS, metavar="SCHEME",
     )  # fmt: skip
+    kv_cache_dtype: str = option(
+        "auto",
+        "How keys and values are held: auto is the compute type; fp8 (or fp8_e4m3) is e4m3 without a scale, int8 has a "
+        "scale per token and head. Layers with a sliding window keep the compute type.",
+        choices=("auto", "fp8", "fp8_e4m3", "int8"), metavar="TYPE",
+    )  # fmt: skip
     max_model_len: int | None = option(
         None, "Maximum length of prompt and output together, in tokens. Default: the model's limit.", least=2
     )
@@ -142,7 +148,7 @@ class EngineOptions:
         without = {
             "tensor_parallel_size": self.tensor_parallel_size > 1, "load_format": self.is_dummy,
             "lora_modules": bool(self.lora_modules), "max_loras": bool(self.max_loras),
-            "speculative_config": self.speculative_config is not None,
+            "speculative_config": self.speculative_config is not None, "kv_cache_dtype": self.kv_cache_dtype != "auto",
         }  # fmt: skip
         unread = (
             "quantization",

@@ -164,7 +164,7 @@ def save_draft(dst: str | Path, draft: DraftModel, params: Params, config: dict[
     with whole_folder(Path(dst)) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         total = sum(size for _, size, _ in tensors)
-        for _ in write_shards(folder, tensors, total, max_shard_bytes=total + 1):  # readers expect one file
+        for _ in write_shards(folder, tensors, max_shard_bytes=total + 1):  # readers expect one file
             pass
 
 

@@ -18,6 +18,7 @@ from dovetail.core.mesh import Placement, array_shardings, param_sharding
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
 from dovetail.core.types import Params
+from dovetail.io.compressed_tensors import check_writable, encode, quantization_config
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import VisionFamily
 from dovetail.models.formats import Formats, may_quantize, with_formats
@@ -251,27 +252,51 @@ def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dty
 def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield (name, bytes, array) for every tensor of a checkpoint with these weights."""
     mtp = "mtp" in params
-    vision, specs = vision_family_of(cfg), _specs(cfg, mtp)
-    tower = _parts(specs.get(VISION, {}))
+    specs = _specs(cfg, mtp)
+    named = _stored_names(cfg, specs)
     for name, size, array in write_specs(specs, params, _copies(cfg, mtp)):
-        if vision and name not in tower:
-            name = re.sub(r"^model\.", vision.text_prefix, name)
-        yield name, size, array
+        yield named(name), size, array
+
+
+def _stored_names(cfg: ModelConfig, specs: Any) -> Callable[[str], str]:
+    """Return the function from a name of the specs to the name in a checkpoint: a model of images has a prefix."""
+    vision, tower = vision_family_of(cfg), _parts(specs.get(VISION, {}))
+
+    def named(name: str) -> str:
+        return re.sub(r"^model\.", vision.text_prefix, name) if vision and name not in tower else name
+
+    return named
+
+
+def written_config(cfg: ModelConfig, params: Params) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a folder that `write_tensors` fills; None for plain weights."""
+    specs = _specs(cfg, "mtp" in params)
+    weights, named = _by_path(specs, params), _stored_names(cfg, specs)
+    formats, plain = {}, ["lm_head"]
+    for name, parts in _parts(specs).items():
+        module, weight = named(name).removesuffix(".weight"), weights[parts[0].path]
+        if is_quantized(weight):
+            check_writable(name, weight.format, parts[0].spec.stored.shape)
+            formats[module] = weight.format
+        elif len(parts[0].spec.stored.shape) == 2 and name.endswith(".weight"):  # a table may be listed too
+            plain.append(module)
+    return quantization_config(formats, [each for each in plain if each not in formats]) if formats else None
 
 
 def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield (name, bytes, array) for every tensor of a tree of specs, and for copies of some under other names.
 
-    Quantised weights are unpacked.
+    Quantised weights are written as compressed-tensors.
     """
-    found = jax.tree.leaves(params, is_leaf=is_quantized)
-    flat = {path: weight for (path, _), weight in zip(leaves(specs), found, strict=True)}
-    table = _parts(specs)
+    flat, table = _by_path(specs, params), _parts(specs)
     host: dict[str, np.ndarray] = {}
     for name, parts in [*table.items(), *((copy, table[name]) for copy, name in copies.items())]:
         stored = parts[0].spec.stored
+        if is_quantized(flat[parts[0].path]):
+            yield from ((each, x.nbytes, x) for each, x in _packed(name, parts, flat))
+            continue
         # experts' tensors come weight after weight: keep the few weights that the current names share
-        host = {p.path: host[p.path] if p.path in host else _plain(flat[p.path]) for p in parts}
+        host = {p.path: host[p.path] if p.path in host else np.asarray(flat[p.path]) for p in parts}
         tensor = np.empty(stored.shape, host[parts[0].path].dtype)
         for part in parts:
             value = host[part.path] if part.index is None else host[part.path][part.index]
@@ -280,16 +305,24 @@ def write_specs(specs: Any, params: Params, copies: Mapping[str, str]) -> Iterat
         yield name, tensor.nbytes, tensor
 
 
-def _plain(weight: Any) -> np.ndarray:
-    return np.asarray(weight.dense() if is_quantized(weight) else weight)
+def _by_path(specs: Any, params: Params) -> dict[str, Any]:
+    found = jax.tree.leaves(params, is_leaf=is_quantized)
+    return {path: weight for (path, _), weight in zip(leaves(specs), found, strict=True)}
 
 
-def stored_bytes(cfg: ModelConfig, params: Params) -> int:
-    """Return the bytes that `write_tensors` yields for these weights."""
-    mtp, dtype = "mtp" in params, weights_dtype(params)
-    table = name_table(cfg, mtp)
-    copied = (table[name][0].spec.size for name in _copies(cfg, mtp).values())
-    return num_bytes(_specs(cfg, mtp), dtype) + sum(copied) * dtype.itemsize
+def _packed(name: str, parts: list[StoredPart], weights: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the stored tensors of a quantised tensor, whose rows are the rows of our weights."""
+    form, shape = weights[parts[0].path].format, parts[0].spec.stored.shape
+    check_writable(name, form, shape)
+    assert all(weights[part.path].format == form for part in parts), name
+    arrays = {}
+    for key, (length, dtype) in form.lengths(shape[-1]).items():
+        arrays[key] = np.empty((*shape[:-1], length), dtype)
+        for part in parts:
+            own = np.asarray(weights[part.path].arrays[key])
+            hole = part.spec.stored.cut_rows(arrays[key])
+            hole[...] = (own if part.index is None else own[part.index]).reshape(hole.shape)
+    yield from encode(name, form, arrays)
 
 
 def weights_dtype(params: Params) -> np.dtype:

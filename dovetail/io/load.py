@@ -34,10 +34,10 @@ from dovetail.io.hf import (
     TensorSource,
     match_names,
     read_params,
-    stored_bytes,
     stored_formats,
     weights_dtype,
     write_tensors,
+    written_config,
 )
 from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
 from dovetail.io.images.processor import ImageProcessor, copy_processor, has_processor, read_processor
@@ -289,16 +289,23 @@ def convert(
 def save(
     dst: str | Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, max_shard_bytes: int = 4 * 2**30
 ) -> None:
-    """Write a folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
+    """Write a folder that transformers loads: sharded safetensors, config, tokenizer and chat template.
+
+    Quantised weights are written as compressed-tensors.
+
+    Raises:
+        UnsupportedError: The weights are in a format that compressed-tensors does not have.
+    """
     with whole_folder(Path(dst)) as folder:
         dtype = weights_dtype(params)
         hf: dict[str, Any] = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
         if "mtp" in params:  # tells readers of the folder that layers follow the last
             (hf.get("text_config") or hf if cfg.vision else hf)["num_nextn_predict_layers"] = len(params["mtp"])
+        if quantization := written_config(cfg, params):
+            hf["quantization_config"] = quantization
         (folder / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
-        total = stored_bytes(cfg, params)
-        for _ in write_shards(folder, write_tensors(cfg, params), total, max_shard_bytes):
+        for _ in write_shards(folder, write_tensors(cfg, params), max_shard_bytes):
             pass
         if tokenizer:
             tokenizer.save(folder)

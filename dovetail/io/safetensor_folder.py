@@ -98,9 +98,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, i
         yield name, tuple(entry["shape"]), dtype, 8 + length + entry["data_offsets"][0]
 
 
-def write_shards(
-    folder: Path, tensors: Iterable[tuple[str, int, np.ndarray]], total: int, max_shard_bytes: int
-) -> Iterator[str]:
+def write_shards(folder: Path, tensors: Iterable[tuple[str, int, np.ndarray]], max_shard_bytes: int) -> Iterator[str]:
     """Write (name, bytes, array) in order, a shard at a time, and yield each name once it is taken.
 
     At most one shard is in memory.
@@ -108,14 +106,13 @@ def write_shards(
     Args:
         folder: The folder, which exists.
         tensors: (name, bytes, array) of each tensor.
-        total: All bytes; they decide whether there is one file, or several with an index.
-        max_shard_bytes: The size of the largest file.
+        max_shard_bytes: The size of the largest file; if there are several, they have an index.
     """
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
-    size = 0
+    size = total = 0
 
     def flush() -> None:
         shards.append(list(pending))
@@ -129,7 +126,7 @@ def write_shards(
             flush()
             size = 0
         pending[name] = np.ascontiguousarray(array).reshape(array.shape)  # it gives a scalar a dim
-        size += nbytes
+        size, total = size + nbytes, total + nbytes
         yield name
     flush()
     _name_shards(folder, shards, total)

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
+from dovetail.core.formats import KV_DTYPES
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec
 from dovetail.core.types import Context, Params
@@ -21,6 +24,7 @@ from dovetail.ops.attention import store as store_pages
 from dovetail.ops.dispatch import page_row, rotates_and_stores
 from dovetail.ops.linear import is_joined, joined_matmul, matmul, matmuls
 from dovetail.ops.norm import rms_norm
+from dovetail.ops.paged import is_rounded
 from dovetail.ops.rope import Rope, rotate
 
 
@@ -89,6 +93,7 @@ class Attention:
     ) -> tuple[jax.Array, Any]:
         """Do as `project_and_store`, with one kernel where there is one."""
         in_one = is_joined(p, self.projections) and "v" in self.projections
+        in_one = in_one and not (entry is not None and is_rounded(entry))  # the kernel writes plain pages
         if not (in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm)):
             return self.project_and_store(p, x, table, ctx, entry, eps, offset)
         qkv = joined_matmul(x, p, self.projections)
@@ -135,6 +140,13 @@ class Attention:
     def cache_row(self) -> tuple[int, int] | None:
         """Return the shape (rows, dim) of one token in the cache; None for a layer that reads another's."""
         return None if self.kv_from is not None else (2 * self.kv_heads, self.head_dim)
+
+    def page_dtype(self, dtype: Any, kv: str) -> np.dtype:
+        """Return the dtype of the pages in a model of `dtype`; `kv` is a key of core.formats.KV_DTYPES, or auto.
+
+        A sliding window reads few pages: its layers keep the model's dtype.
+        """
+        return jnp.dtype(KV_DTYPES[kv][0] if kv in KV_DTYPES and not self.window else dtype)
 
     def page_row(self, dtype: Any, platform: str | None, placement: Placement | None) -> tuple[int, ...] | None:
         """Return the shape of one token in its pages, which depends on the kernel that reads them."""

@@ -211,9 +211,10 @@ def init_cache(
     dtype: Any,
     placement: Placement | None = None,
     platform: str | None = None,
+    kv: str = "auto",
 ) -> Cache:
     """Return an empty cache; `placement` and `platform` are those of the Paged contexts that it will be used with."""
-    abstract = abstract_cache(cfg.layers, num_pages, page_size, dtype, placement, platform)
+    abstract = abstract_cache(cfg.layers, num_pages, page_size, dtype, placement, platform, kv)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
@@ -224,13 +225,15 @@ def abstract_cache(
     dtype: Any,
     placement: Placement | None = None,
     platform: str | None = None,
+    kv: str = "auto",
 ) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """Return the shapes and shardings of the pages of these layers."""
-    shapes = cache_shapes(layers, num_pages, page_size, dtype, placement, platform)
-    return tuple(
-        None if shape is None else jax.ShapeDtypeStruct(shape, dtype, sharding=_pages_sharding(layer, placement))
-        for layer, shape in zip(layers, shapes, strict=True)
-    )
+    """Return the shapes and shardings of the pages of these layers; `kv`: see Attention.page_dtype."""
+    shapes = cache_shapes(layers, num_pages, page_size, dtype, placement, platform, kv)
+
+    def pages(layer: Layer, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, layer.attn.page_dtype(dtype, kv), sharding=_pages_sharding(layer, placement))
+
+    return tuple(None if shape is None else pages(layer, shape) for layer, shape in zip(layers, shapes, strict=True))
 
 
 def _pages_sharding(layer: Layer, placement: Placement | None) -> NamedSharding | None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
@@ -99,6 +100,10 @@ class Latent:
     def cache_row(self) -> tuple[int, int]:
         """Return the shape (rows, dim) of one token in the cache."""
         return 1, self.kv_rank + self.rope_dim
+
+    def page_dtype(self, dtype: Any, kv: str) -> np.dtype:
+        """Return the dtype of the pages in a model of `dtype`: latents are not rounded."""
+        return np.dtype(dtype)
 
     def page_row(self, dtype: Any, platform: str | None, placement: Placement | None) -> tuple[int, ...]:
         """Return the shape of one token in its pages, which depends on the kernel that reads them."""

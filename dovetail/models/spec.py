@@ -168,9 +168,13 @@ def cache_shapes(
     dtype: Any,
     placement: Placement | None = None,
     platform: str | None = None,
+    kv: str = "auto",
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the shape of each layer's pages; None for a layer that reads another's. `platform`: see Paged."""
-    rows = [layer.attn.page_row(dtype, platform, placement) for layer in layers]
+    """Return the shape of each layer's pages; None for a layer that reads another's.
+
+    `platform`: see Paged; `kv`: see Attention.page_dtype.
+    """
+    rows = [layer.attn.page_row(layer.attn.page_dtype(dtype, kv), platform, placement) for layer in layers]
     return tuple(None if row is None else (num_pages, page_size, *row) for row in rows)
 
 

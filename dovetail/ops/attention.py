@@ -40,7 +40,7 @@ def store(ctx: Packed | Paged, entry: Any, k: jax.Array, v: jax.Array) -> Any:
     if isinstance(ctx, Packed):
         return k, v
     heads, pages = split_heads(ctx.placement, k.shape[1])
-    return per_device(store_kernel(ctx, k), ctx, (entry, k, v), (pages, heads, heads), pages)
+    return per_device(store_kernel(ctx, k, entry), ctx, (entry, k, v), (pages, heads, heads), pages)
 
 
 def rotate_store(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from dovetail.core.chips import CHIPS
-from dovetail.core.formats import Format
+from dovetail.core.formats import KV_SCALES, Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
@@ -33,7 +33,7 @@ from dovetail.ops.kernels.tpu.needs import (
     why_not_splash,
 )
 from dovetail.ops.packed import packed_attention
-from dovetail.ops.paged import flat_attention, paged_attention, write_heads
+from dovetail.ops.paged import flat_attention, is_rounded, paged_attention, write_heads
 from dovetail.ops.rope import Rope
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ def choose_paged(
     With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
+    if pages is not None and is_rounded(pages):
+        return "reference"  # no kernel unpacks them
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
     if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
@@ -160,6 +162,8 @@ def page_row(
     The flat row is for TPUs, where upstream's kernel cannot read (2K, H). It cannot attend with a block mask either,
     and pages have one shape for all steps: such a layer has flat ones, also for steps without an image.
     """
+    if (name := jnp.dtype(dtype).name) in KV_SCALES:
+        return 2 * kv_heads, head_dim + KV_SCALES[name]
     is_tpu = (platform or jax.default_backend()) == "tpu"
     if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement, block_mask) is None:
         return 2 * kv_heads, head_dim
@@ -216,9 +220,9 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
     return kernel
 
 
-def store_kernel(ctx: Paged, k: jax.Array) -> Callable:
+def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     """Return the function that writes a layer's new keys and values into its pages."""
-    if choose_paged(ctx.platform, k, k.shape[1]) == "triton":
+    if not is_rounded(pages) and choose_paged(ctx.platform, k, k.shape[1]) == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
 
         return kernel

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.formats import KV_SCALES
 from dovetail.core.types import Paged
 from dovetail.ops.packed import MASKED, cap_and_mask, is_visible
 
@@ -64,7 +65,38 @@ def _write(ctx: Paged, pages: jax.Array, values: jax.Array) -> jax.Array:
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Write into pages [P, page, 2K, H], K and V of a head side by side (upstream's TPU layout), or flat."""
     T, K, H = k.shape
-    return _write(ctx, pages, _as_pages(pages, jnp.stack([k, v], axis=2).reshape(T, 2 * K, H)))
+    rows = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H)
+    return _write(ctx, pages, round_rows(rows, pages.dtype) if is_rounded(pages) else _as_pages(pages, rows))
+
+
+def is_rounded(pages: Any) -> bool:
+    """Return whether pages are stored in a dtype of core.formats.KV_DTYPES."""
+    return pages.dtype.name in KV_SCALES
+
+
+def round_rows(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Return keys or values [..., H] as pages store them.
+
+    e4m3 has no scale: what exceeds its range becomes its greatest number. int8 rows have a scale each, whose four bytes
+    follow the values.
+    """
+    rows = rows.astype(jnp.float32)
+    if dtype == jnp.float8_e4m3fn:
+        most = float(jnp.finfo(dtype).max)
+        return jnp.clip(rows, -most, most).astype(dtype)
+    scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / 127
+    codes = jnp.round(rows / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
+    return jnp.concatenate([codes, jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)], axis=-1)
+
+
+def stored_values(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Return rows of pages as keys or values [..., H], those of rounded pages in `dtype`."""
+    if not is_rounded(rows):
+        return rows
+    if rows.dtype == jnp.float8_e4m3fn:
+        return rows.astype(dtype)
+    scale = jax.lax.bitcast_convert_type(rows[..., -4:], jnp.float32)
+    return (rows[..., :-4].astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def write_latents(ctx: Paged, pages: jax.Array, latents: jax.Array) -> jax.Array:
@@ -125,7 +157,7 @@ def paged_attention(
         k_pos = jnp.where(k_pos <= last_seen.max(axis=1, keepdims=True), k_pos, 0)  # [I, block]
         page = jnp.take_along_axis(tables, k_pos // pages.shape[1], axis=1)
         place = page[:, None], (k_pos % pages.shape[1])[:, None]
-        return read(lambda heads: pages[*place, heads[:, None]], pages.shape[2])
+        return read(lambda heads: stored_values(pages[*place, heads[:, None]], q.dtype), pages.shape[2])
 
     _, K, _, Hv = jax.eval_shape(keys_values, 0)[1].shape
     N, H = q.shape[1:]

@@ -205,11 +205,14 @@ def local_rows(
 ) -> list[int | None]:
     """Return the bytes of one token in each layer's pages on one device; None for a layer that reads another's."""
     place, platform = placement(chip, tensor), platform_of(chip)
-    shapes = cache_shapes(layers, 1, 1, _numpy_dtype(compute_dtype(kv)), place, platform)
-    return [
-        None if shape is None else int(math.prod(shape) // page_parts(layer, place, spread) * HELD[kv])
-        for layer, shape in zip(layers, shapes, strict=True)
-    ]
+    dtype = _numpy_dtype(compute_dtype(kv))
+    shapes = cache_shapes(layers, 1, 1, dtype, place, platform, kv)
+
+    def row_bytes(layer: Layer, shape: tuple[int, ...]) -> int:
+        itemsize = HELD[kv] if kv == "int4" else layer.attn.page_dtype(dtype, kv).itemsize
+        return int(math.prod(shape) // page_parts(layer, place, spread) * itemsize)
+
+    return [None if shape is None else row_bytes(layer, shape) for layer, shape in zip(layers, shapes, strict=True)]
 
 
 def page_parts(layer: Layer, place: Placement | None, spread: bool = False) -> int:

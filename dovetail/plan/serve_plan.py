@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.errors import OutOfMemoryError, UserError
+from dovetail.core.formats import KV_DTYPES
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
 from dovetail.plan.calibration import Fractions
@@ -108,9 +109,9 @@ class ServePlan:
             each = machine_devices(replica.accelerator)
             found.append(f"a replica spans {replica.machines} machines of {each} devices, and the engine runs on one")
         own = compute_dtype(replica.dtype)
-        if kv in QUANTIZED:
+        if kv in QUANTIZED and kv not in KV_DTYPES:
             found.append(f"the engine has no KV pages in {kv}")
-        elif kv != own:
+        elif kv != own and kv not in KV_DTYPES:
             found.append(f"the engine keeps KV pages in the type that it computes in, {own}")
         return "; ".join(found)
 

@@ -33,6 +33,7 @@ from dovetail.io.load import save
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import trunk
+from dovetail.models.rounding import round_params
 from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
@@ -44,16 +45,18 @@ Metrics = dict[str, jax.Array]
 Loads = dict[int, jax.Array]  # layer -> [E] tokens per expert
 
 
-def export(folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any) -> None:
+def export(
+    folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any, scheme: str = ""
+) -> None:
     """Write the weights as a Hugging Face folder. All processes call it and the first writes.
 
-    A folder of an earlier attempt is replaced.
+    A folder of an earlier attempt is replaced. With `scheme`, a name of core.formats.ROUNDED, they are rounded to it.
     """
     host = jax.tree.map(lambda x: np.asarray(whole(x.astype(dtype))), params)
     if jax.process_index() == 0:
         if folder.exists():
             shutil.rmtree(folder)
-        save(folder, cfg, host, tokenizer)
+        save(folder, cfg, round_params(host, cfg, scheme) if scheme else host, tokenizer)
 
 
 def whole(x: jax.Array) -> Any:

@@ -238,10 +238,17 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
 
 
 def _export(
-    folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any, *, weights: str
+    folder: Path,
+    cfg: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer | None,
+    dtype: Any,
+    *,
+    weights: str,
+    scheme: str = "",
 ) -> None:
     """Write all weights, beside the image processor of the model that they were trained from."""
-    export(folder, cfg, params, tokenizer, dtype)
+    export(folder, cfg, params, tokenizer, dtype, scheme)
     if cfg.vision and jax.process_index() == 0:
         copy_processor(resolve(weights), folder)
 

@@ -119,6 +119,9 @@ class Tuning(Training):
         return StepModels(self.lora, ((None, self.held),) if self.lora else (), images=images)
 
 
+TRAINED_SCHEMES = ("int8", "fp8", "int4", "int4_asym")  # those that an export can have (io.compressed_tensors)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sft(Tuning):
     """Supervised fine-tuning, by default on the assistant's tokens alone."""
@@ -128,6 +131,17 @@ class Sft(Tuning):
 
     assistant_only_loss: bool = True  # false: train every token of a conversation
     completion_only_loss: bool = True  # false: train the prompt as well as the completion
+    quantize: str = ""  # quantisation-aware training: compute with weights rounded to int8, fp8, int4 or int4_asym
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("quantize", self.quantize, ("", *TRAINED_SCHEMES))
+        require(
+            not self.quantize or (self.lora is None and isinstance(self.model, str)),
+            f"quantize={self.quantize} trains all weights of a model that Dovetail implements: leave lora out, or set "
+            "quantization, which rounds the frozen weights below an adapter",
+            param="quantize",
+        )
 
     @property
     def trained_tokens(self) -> TrainedTokens:

@@ -65,11 +65,13 @@ def test_serving_as_json_and_as_a_picture(home, tmp_path):
         run(*GEMMA, "--price", "1", "--spot")
 
 
-def test_quantised_weights_are_planned_and_kv_pages_are_said_not_to_be(home):
+def test_quantised_weights_and_kv_pages_are_planned(home):
     said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8")
     assert "KV in bf16" in said and "--quantization int8" in said.rpartition("start it: ")[2]
     said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8", "--kv", "int8")
-    assert "not served by Dovetail: the engine has no KV pages in int8" in said and "start it:" not in said
+    assert "--quantization int8 --kv-cache-dtype int8" in said.rpartition("start it: ")[2]
+    said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8", "--kv", "int4")
+    assert "not served by Dovetail: the engine has no KV pages in int4" in said and "start it:" not in said
     with refuses("dtype", naming="must be one of bf16"):
         run("serve", "llama3-8b", "--on", "h200x1", "--dtype", "int3")
 

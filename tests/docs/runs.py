@@ -34,6 +34,7 @@ ELSEWHERE = {
     "dovetail eval my-gpt2": "a folder of the reader's: tests/interop/torch",
     "dovetail serve my-gpt2": "a folder of the reader's: tests/interop/torch",
     "dovetail draft": "minutes: tests/tune/test_draft.py",
+    "dovetail quantize": "minutes: tests/tune/test_quantize.py",
     'dovetail serve smollm2-135m --speculative-config {"model": "drafter"}': "the drafter of the command before it",
     "dovetail pretrain llama3-1b": "for TPUs: its recipe is read, laid out and lowered in tests/train",
     "dovetail pretrain llama3-8b": "for TPUs: its recipe is read, laid out and lowered in tests/train",

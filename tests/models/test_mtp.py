@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -291,8 +290,6 @@ def test_save_and_load_round_trip(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, params)
     for copy, original in mtp_copies(cfg).items():
         np.testing.assert_array_equal(folder.read(copy), folder.read(original))
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in folder.tensors().items()}
-    assert sum(sizes.values()) == hf.stored_bytes(cfg, params)
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3"])

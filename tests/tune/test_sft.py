@@ -23,6 +23,9 @@ from dovetail.core.errors import CheckpointError, MissingFileError, RecipeError,
 from dovetail.core.recipe import create
 from dovetail.core.reporter import Reporter
 from dovetail.io.load import convert, load
+from dovetail.models.formats import formats_of
+from dovetail.models.frozen import dense
+from dovetail.models.rounding import round_params, straight_through
 from dovetail.ops.loss import cross_entropy
 from dovetail.train.prepare import prepare
 from dovetail.tune.run import tokenizer_of, tune_settings
@@ -63,6 +66,32 @@ def test_sft_learns(how, tmp_path):
     assert losses(ended)[-1] < 0.6 * losses(ended)[0]
     assert 0 <= ended.metrics["token_accuracy"] <= 1
     assert (ended.folder / "report.html").exists()
+
+
+@pytest.mark.thorough
+def test_quantisation_aware_training(tmp_path):
+    """The loss is that of the rounded weights, and the export holds them."""
+    ended = dt.sft(
+        model=model_folder(tmp_path), data=chats(), steps=12, run_dir=tmp_path / "run", quantize="int4", **RUN
+    )
+    assert losses(ended)[-1] < 0.6 * losses(ended)[0]
+    model = load(ended.folder / "export/step_12", dtype="f32")
+    assert {form.name for _, form in formats_of(model.params)} == {"int4"}
+
+
+def test_rounded_weights_have_the_gradients_of_the_weights_themselves(tmp_path):
+    model = load(model_folder(tmp_path), dtype="f32")
+
+    def total(params):
+        made = straight_through(params, model.config, "int4")
+        return sum((2.0 * x).sum() for x in jax.tree.leaves(made)), made
+
+    grads, made = jax.grad(total, has_aux=True)(model.params)
+    assert all((g == 2).all() for g in jax.tree.leaves(grads))
+    whole = dense(round_params(model.params, model.config, "int4"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, whole)
+    with refuses("quantize", RecipeError):
+        create(Sft, {"model": "none", "steps": 1, "quantize": "int4", "lora": LORA})
 
 
 @pytest.fixture(scope="module")

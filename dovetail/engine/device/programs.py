@@ -142,6 +142,7 @@ class Programs:
     absent: Any = None  # the device to compile for, or the mesh's first, if it is not here
     draft: DraftModel | None = None
     encoder: EncoderBuckets | None = None  # None: the model does not see images
+    kv_cache_dtype: str = "auto"  # of the model's pages; a draft model's are in the compute dtype
 
     @property
     def everywhere(self) -> Any:
@@ -182,10 +183,11 @@ class Programs:
 
         The latter has a page more, for draft tokens of rows that have no pages for them.
         """
-        kinds = [(self.cfg.layers, count)] + ([(self.draft.layers, count + 1)] if self.draft else [])
         shape = self.page_size, self.compute.dtype, self.placement, self.platform
         with self.device_kind():
-            return self._abstract(sum((abstract_cache(layers, n, *shape) for layers, n in kinds), ()))
+            pages = abstract_cache(self.cfg.layers, count, *shape, kv=self.kv_cache_dtype)
+            own = abstract_cache(self.draft.layers, count + 1, *shape) if self.draft else ()
+            return self._abstract((*pages, *own))
 
     def of(self, shape: ProgramShape, params: Any, cache: Any) -> StepProgram:
         """Return the program of a shape with these weights and pages, which may be abstract."""

@@ -23,38 +23,67 @@ def pack(form: Format, rows: jax.Array) -> dict[str, jax.Array]:
     groups = padded.reshape(*rows.shape[:-1], -1, group)
     arrays = PACKERS[form.name](form, groups)
     codes = arrays.pop("codes").reshape(padded.shape)[..., :size]
-    if form.name in ("int4", "uint4", "nf4", "mxfp4"):
-        codes = _pairs(codes.astype(jnp.uint8), upper_first=form.name == "nf4")
-    return {"codes": codes} | arrays
+    return {"codes": packed_codes(form, codes)} | arrays
 
 
-def _int8(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
-    scale = (_greatest(groups) / 127).astype(form.scale)
-    return {"codes": jnp.round(_shares(groups, scale)).astype(jnp.int8), "scale": scale}
+def _linear(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
+    scale, zero = scales_of(form, groups)
+    codes = codes_of(form, groups, scale[..., None], None if zero is None else zero[..., None])
+    return {"codes": codes, "scale": scale} | ({} if zero is None else {"zero": zero.astype(jnp.uint8)})
 
 
-def _fp8(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
-    scale = (_greatest(groups) / FP8_MOST).astype(form.scale)
-    shares = jnp.clip(_shares(groups, scale), -FP8_MOST, FP8_MOST)
-    return {"codes": shares.astype(jnp.float8_e4m3fn), "scale": scale}
+# --- formats whose values are a scale times a number: LINEAR ----------------------------------------------------------
+
+LINEAR = ("int8", "w8a8", "fp8", "int4", "uint4")
 
 
-def _int4(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
-    scale = (_greatest(groups) / 7.5).astype(form.scale)
-    return {"codes": jnp.clip(jnp.round(_shares(groups, scale)), -8, 7) + 8, "scale": scale}
+def scales_of(form: Format, groups: jax.Array, share: float | jax.Array = 1.0) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point (None but for uint4) of each group of a LINEAR format.
+
+    Args:
+        form: The format.
+        groups: Values [..., n, group] in f32.
+        share: The share of the groups' range that is covered; values beyond it become its ends.
+    """
+    if form.name == "uint4":
+        least, most = (jnp.minimum(jnp.min(groups, -1), 0) * share, jnp.maximum(jnp.max(groups, -1), 0) * share)
+        scale = ((most - least) / 15).astype(form.scale)
+        return scale, jnp.clip(jnp.round(-_shares(least, scale)), 0, 15)
+    most = {"fp8": FP8_MOST, "int4": 7.5}.get(form.name, 127.0)
+    return (_greatest(groups) * share / most).astype(form.scale), None
 
 
-def _uint4(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
-    least, most = (jnp.minimum(jnp.min(groups, -1), 0), jnp.maximum(jnp.max(groups, -1), 0))
-    scale = ((most - least) / 15).astype(form.scale)
-    zero = jnp.clip(jnp.round(-_shares(least[..., None], scale)[..., 0]), 0, 15)
-    codes = jnp.clip(jnp.round(_shares(groups, scale)) + zero[..., None], 0, 15)
-    return {"codes": codes, "scale": scale, "zero": zero.astype(jnp.uint8)}
+def codes_of(form: Format, values: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """Return the codes of values under scales and zero points of the same shape, or that broadcast to it."""
+    shares = _shares(values, scale)
+    if form.name == "fp8":
+        return jnp.clip(shares, -FP8_MOST, FP8_MOST).astype(jnp.float8_e4m3fn)
+    if form.name == "int4":
+        return jnp.clip(jnp.round(shares), -8, 7) + 8
+    if form.name == "uint4":
+        return jnp.clip(jnp.round(shares) + zero, 0, 15)
+    return jnp.clip(jnp.round(shares), -127, 127).astype(jnp.int8)
+
+
+def values_of(form: Format, codes: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """Return the values of codes in f32."""
+    middle = {"int4": 8, "uint4": zero}.get(form.name, 0)
+    return (codes.astype(jnp.float32) - middle) * scale.astype(jnp.float32)
+
+
+def packed_codes(form: Format, codes: jax.Array) -> jax.Array:
+    """Return codes [..., size] as a format stores them."""
+    halves = form.name in ("int4", "uint4", "nf4", "mxfp4")
+    return _pairs(codes.astype(jnp.uint8), upper_first=form.name == "nf4") if halves else codes
+
+
+# --- formats with a table of values -----------------------------------------------------------------------------------
 
 
 def _nf4(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
     scale = _greatest(groups).astype(form.scale)
-    return {"codes": jnp.searchsorted(jnp.asarray(_NF4_BOUNDS), _shares(groups, scale), side="left"), "scale": scale}
+    shares = _shares(groups, scale[..., None])
+    return {"codes": jnp.searchsorted(jnp.asarray(_NF4_BOUNDS), shares, side="left"), "scale": scale}
 
 
 def _mxfp4(form: Format, groups: jax.Array) -> dict[str, jax.Array]:
@@ -70,9 +99,9 @@ def _greatest(groups: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(groups), axis=-1)
 
 
-def _shares(groups: jax.Array, scale: jax.Array) -> jax.Array:
+def _shares(values: jax.Array, scale: jax.Array) -> jax.Array:
     scale = scale.astype(jnp.float32)
-    return groups / jnp.where(scale == 0, 1, scale)[..., None]
+    return values / jnp.where(scale == 0, 1, scale)
 
 
 def _pairs(codes: jax.Array, upper_first: bool) -> jax.Array:
@@ -82,5 +111,5 @@ def _pairs(codes: jax.Array, upper_first: bool) -> jax.Array:
 
 
 PACKERS: dict[str, Callable[[Format, jax.Array], dict[str, jax.Array]]] = {
-    "int8": _int8, "w8a8": _int8, "fp8": _fp8, "int4": _int4, "uint4": _uint4, "nf4": _nf4, "mxfp4": _mxfp4,
+    **dict.fromkeys(LINEAR, _linear), "nf4": _nf4, "mxfp4": _mxfp4,
 }  # fmt: skip

@@ -79,7 +79,6 @@ class RolloutEngine:
         "max_lora_rank": "it is lora.r",
         "seed": "every completion has a seed that follows from the recipe's seed",
         "speculative_config": "set speculation, such as {kind: suffix}",
-        "quantization": "the engine samples with the policy's own weights",
         "backend": "the policy is a model that Dovetail implements",
     }
 
@@ -94,6 +93,8 @@ class RolloutEngine:
     enable_prefix_caching: bool = True  # reuse the KV pages of prompts that start with the same tokens
     max_decode_steps: int | None = None  # maximum number of decode steps per dispatch
     block_size: int | None = None  # tokens per KV page
+    quantization: str | None = None  # scheme that the engine rounds the published weights to, such as fp8 or int8
+    kv_cache_dtype: str = "auto"  # how the engine holds keys and values: auto, fp8 or int8
     warm_up: bool | None = None  # compile every step of the engine at the start; default: yes, except on a CPU
 
     def __post_init__(self) -> None:
@@ -115,7 +116,17 @@ class RolloutEngine:
             "kv_cache_memory_bytes",
             param="gpu_memory_utilization",
         )
+        require(
+            self.quantization not in ("gguf", "none"),
+            f"quantization must be a scheme that weights are rounded to, such as fp8, got {self.quantization}",
+            param="quantization",
+        )
         _checked(lambda: EngineOptions(**self.options))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether the engine samples with rounded weights or rounded keys and values."""
+        return self.quantization is not None or self.kv_cache_dtype != "auto"
 
     @property
     def has_own_memory(self) -> bool:

@@ -101,6 +101,12 @@ class Rl(Tuning):
             param="num_generations",
         )
         check_loss(self.algo, self.loss, self.num_generations, self.max_completion_length)
+        require(
+            not self.engine.is_rounded or self.loss.importance_sampling_mode != "none",
+            "engine.quantization and engine.kv_cache_dtype change the sampler's probabilities, which "
+            "loss.importance_sampling_mode=none does not correct: use truncate or mask",
+            param="loss.importance_sampling_mode",
+        )
         self._check_teacher()
         self._check_reference()
         self._check_unread()

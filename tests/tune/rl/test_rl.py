@@ -186,6 +186,14 @@ def test_sleep_mode_and_offloading_do_not_change_the_run(place):
     assert plain == away
 
 
+@pytest.mark.thorough
+def test_a_quantised_sampler(place):
+    """The importance ratios are those of the trainer's weights to the rounded ones."""
+    ended = run(place, name="rounded", steps=3, engine={"quantization": "int8", "kv_cache_dtype": "int8"})
+    assert ended.code == 0
+    assert all(1e-4 < line["gap_max"] < 1 and abs(line["ratio"] - 1) < 0.1 for line in metrics(place / "rounded"))
+
+
 PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `evaluated`: its rows, and their log-probabilities then
 EVALUATED: dict[str, Any] = {
     "eval": {"every": 1, "num_generations": 4, "success_threshold": 0.6}, "steps": 2, "max_prompt_length": 32,
@@ -315,6 +323,11 @@ def test_evaluation_on_held_out_prompts(evaluated):
         ({"steps": 0, "tokens": 1000}, "tokens"),
         ({"loss": {"kl_estimator": "k2"}}, "loss.kl_estimator"),
         ({"loss": {"importance_sampling_mode": "drop"}}, "loss.importance_sampling_mode"),
+        (
+            {"loss": {"importance_sampling_mode": "none"}, "engine": {"quantization": "fp8"}},
+            "loss.importance_sampling_mode",
+        ),
+        ({"engine": {"quantization": "gguf"}}, "engine.quantization"),
         (
             {"loss": {"importance_sampling_mode": "none", "importance_sampling_cap": 3.0}},
             "loss.importance_sampling_cap",
