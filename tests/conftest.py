@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
+import functools
 import gc
 import signal
 import subprocess
@@ -21,10 +22,14 @@ import sys
 
 import ir_context
 import pytest
+import typer.testing
 from few_programs import FEW
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# CliRunner would make the application's hundreds of options for each command that it runs.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # Torch and jax are millions of objects that the collector need not visit each time.
 gc.set_threshold(50_000, 20, 50)
