@@ -69,7 +69,7 @@ def some_choices(s: Shape, tokens: int) -> tuple[jax.Array, jax.Array]:
 
 def floor(s: Shape, chosen: jax.Array) -> float:
     """Return the seconds in which the weights of the experts in use can be read, per layer."""
-    used = np.mean([len(np.unique(layer)) for layer in np.asarray(chosen)])
+    used = float(np.mean([len(np.unique(layer)) for layer in np.asarray(chosen)]))
     return used * 3 * s.dim * s.width * 2 / BANDWIDTH
 
 
