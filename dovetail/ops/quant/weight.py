@@ -69,7 +69,7 @@ class Quantized:
         rows = x.reshape(*x.shape[: x.ndim - dims], size)
         kernel = quantized_kernel(self.format, rows, self.platform, self.placement)
         if kernel is not None:
-            y = _kernel_product(kernel, out_dtype, rows, self._as_matrix())
+            y: Any = _kernel_product(kernel, out_dtype, rows, self._as_matrix())
         elif self.format.name == "w8a8":
             y = _int8_matmul(rows, self._as_matrix(), out_dtype)
         else:
