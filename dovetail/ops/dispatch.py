@@ -346,10 +346,16 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
     return sample
 
 
-def import_kernels(platform: str | None) -> None:
-    """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing."""
+def import_kernels(platform: str | None, quantized: bool = False) -> None:
+    """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing.
+
+    Those of quantised weights are compiled for seconds at their first import.
+    """
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, packed_rows, paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
+
+        if quantized:
+            from dovetail.ops.kernels.cpu import packed_rows  # noqa: F401
 
         if machine() in ARM:
             from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
