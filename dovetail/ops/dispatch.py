@@ -111,7 +111,12 @@ def choose_paged(
 def why_not_mosaic(
     platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
 ) -> str | None:
-    """Return why attention to pages is not left to the kernel for prompts, or None."""
+    """Return why attention to pages is not left to the kernel for prompts, or None.
+
+    It replaces the one in Triton once an engine has run with it on a card: so far it was measured alone.
+    """
+    if has_triton():
+        return "Triton's kernel is there"
     if not is_one_gpu(platform, placement) or not _is_hopper():
         return "not one Hopper GPU"
     if tables is None or q.shape[0] <= FEW_TOKENS * tables.shape[0]:
@@ -454,15 +459,19 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
     return sample
 
 
-def import_kernels(platform: str | None) -> None:
+def import_kernels(platform: str | None, quantized: bool = False) -> None:
     """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing.
 
-    On Hopper, the import sets the path of the library that a Mosaic kernel is compiled with when its step is loaded.
+    On Hopper, the import sets the path of the library that a Mosaic kernel is compiled with when its step is loaded. The
+    CPU's kernels of quantised weights are compiled for seconds at their first import.
     """
     if (platform or jax.default_backend()) in NVIDIA and _is_hopper():
         from dovetail.ops.kernels.gpu import prompt  # noqa: F401
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, packed_rows, paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
+
+        if quantized:
+            from dovetail.ops.kernels.cpu import packed_rows  # noqa: F401
 
         if machine() in ARM:
             from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
@@ -565,9 +574,7 @@ def _experts(platform: str) -> str:
 def _paged(platform: str, q: Any) -> str:
     """Return the paged attention of decode steps, and that of prompts where it is another one."""
     usual = choose_paged(platform, q, 8)
-    if platform not in NVIDIA:
-        return usual
-    return f"{usual}; mosaic for prompts" if _is_hopper() else f"{usual} (mosaic for prompts needs a Hopper GPU)"
+    return f"{usual}; mosaic for prompts" if platform in NVIDIA and _is_hopper() and not has_triton() else usual
 
 
 def _small_kernels(platform: str) -> dict[str, str]:

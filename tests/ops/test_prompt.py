@@ -79,18 +79,20 @@ def test_the_kernel_lowers_for_a_gpu(heads, options):
     ("change", "name"),
     [
         ({}, "mosaic"),
-        ({"tokens": 56}, "triton"),  # 8 per sequence, as in the verification of drafts
-        ({"tokens": 332}, "triton"),
-        ({"dim": 256}, "triton"),
-        ({"page": 12}, "triton"),
-        ({"dtype": jnp.float32}, "triton"),
-        ({"block_mask": True}, "triton"),
-        ({"hopper": False}, "triton"),
+        ({"triton": True}, "triton"),
+        ({"tokens": 56}, "reference"),  # 8 per sequence, as in the verification of drafts
+        ({"tokens": 332}, "reference"),
+        ({"dim": 256}, "reference"),
+        ({"page": 12}, "reference"),
+        ({"dtype": jnp.float32}, "reference"),
+        ({"block_mask": True}, "reference"),
+        ({"hopper": False}, "reference"),
     ],
 )
-def test_dispatch_takes_the_kernel_for_prompts_on_hopper(change, name, monkeypatch):
+def test_dispatch_takes_the_kernel_for_prompts_on_hopper_without_triton(change, name, monkeypatch):
     usual = {"tokens": 328, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
-    case = usual | change
+    case = usual | {"triton": False} | change
+    monkeypatch.setattr(dispatch, "has_triton", lambda: case["triton"])
     monkeypatch.setattr(dispatch, "_is_hopper", lambda: case["hopper"])
     q = jax.ShapeDtypeStruct((case["tokens"], 32, case["dim"]), case["dtype"])
     pages = jax.ShapeDtypeStruct((64, case["page"], 16, case["dim"]), case["dtype"])

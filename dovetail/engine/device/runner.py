@@ -169,7 +169,7 @@ class Runner:
         self.packer = Packer(self.buckets.max_rows)
         self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may need is compiled
         self._allocate()
-        import_kernels(self.platform)  # a step from disk calls them without tracing
+        import_kernels(self.platform, bool(self._formats))  # a step from disk calls them without tracing
         self.steps = CompiledSteps(self._program, programs.devices)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 

@@ -202,7 +202,7 @@ def _q4_k(code: _Code, rows: list[Any], name: str) -> list[Any]:
         low = code.field(third, 8 * s, 15), code.field(third, 8 * s + 4, 15)
         pairs.append((b.or_(low[0], high[0]), b.or_(low[1], high[1])))
     fifths = code.quads(rows, 16) + code.quads(rows, 32) if five else []
-    groups, least = [], b.fneg(least)
+    groups, quads, least = [], [], b.fneg(least)
     for s, pair in enumerate(pairs):
         if s % 2 == 0:
             at = (48 if five else 16) + 16 * s
