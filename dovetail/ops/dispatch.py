@@ -462,8 +462,8 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
 def import_kernels(platform: str | None, quantized: bool = False) -> None:
     """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing.
 
-    On Hopper, the import sets the path of the library that a Mosaic kernel is compiled with when its step is loaded. The
-    CPU's kernels of quantised weights are compiled for seconds at their first import.
+    On Hopper, the import sets the path of the library that a Mosaic kernel is compiled with when its step is loaded.
+    The CPU's kernels of quantised weights are compiled for seconds at their first import.
     """
     if (platform or jax.default_backend()) in NVIDIA and _is_hopper():
         from dovetail.ops.kernels.gpu import prompt  # noqa: F401
