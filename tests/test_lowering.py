@@ -212,7 +212,7 @@ def test_sampler_after_a_step_of_prompts(platform):
 
 
 def test_a_step_on_hopper_takes_kernels_in_mosaic(monkeypatch):
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     heads = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, num_hidden_layers=2)
     cfg = parse_config(BASE | dict(model_type="qwen3") | heads)
     cache = jax.eval_shape(lambda: init_cache(cfg, S * PAGES, PAGE, jnp.bfloat16, None, "cuda"))

@@ -169,7 +169,7 @@ def _dtypes() -> list[tuple[str, str]]:
 
 
 def _kernels():
-    from dovetail.ops.dispatch import describe
+    from dovetail.ops.describe import describe
 
     out = framed("kernels", "operation", "platform", "implementation")
     for row in describe():
@@ -181,7 +181,7 @@ def _kernels_of_tpus():
     """Return the attention kernels of TPUs; generations with the same kernels share a row."""
     import re
 
-    from dovetail.ops.dispatch import describe_tpu
+    from dovetail.ops.describe import describe_tpu
 
     shared: dict[tuple[str, ...], list[str]] = {}
     for what, generation, packed, paged, why in describe_tpu():

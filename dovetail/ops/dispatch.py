@@ -1,7 +1,6 @@
 """Choose the implementation of an operation by platform, mesh, shape and dtype; nothing else does.
 
-The file of an operation has the reference, and asks here for a kernel. A kernel that fails, fails loudly. `describe`
-lists the choices, as `dovetail info` shows them.
+The file of an operation has the reference, and asks here for a kernel. A kernel that fails, fails loudly.
 """
 
 from __future__ import annotations
@@ -11,20 +10,17 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from platform import machine
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from dovetail.core.chips import CHIPS
 from dovetail.core.formats import KV_SCALES, Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
-    room_of,
     whole,
     why_not_flat,
     why_not_heads,
@@ -62,10 +58,10 @@ def choose_packed(
     """
     platform = platform or jax.default_backend()
     same_dim = q.shape[-1] == v.shape[-1]
-    if platform in ("cuda", "gpu") and _has_cudnn():
+    if platform in ("cuda", "gpu") and has_cudnn():
         half = q.dtype in (jnp.bfloat16, jnp.float16)
         fits = not block_mask or (q.shape[1] <= MASKED_ROW and q.shape[1] % 2 == 0)
-        known = same_dim and q.shape[-1] <= (HOPPER_DIM if _is_hopper() else CUDNN_DIM) and q.shape[-1] % 8 == 0
+        known = same_dim and q.shape[-1] <= (HOPPER_DIM if is_hopper() else CUDNN_DIM) and q.shape[-1] % 8 == 0
         if half and known and softcap is None and sinks is None:
             return "cudnn" if fits else "reference"
     if platform != "tpu" or why_not_rows(q):
@@ -94,7 +90,7 @@ def choose_paged(
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if pages is not None and is_rounded(pages):
         return "reference"  # no kernel unpacks them
-    if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
+    if platform == "cpu" and q.dtype == jnp.float32 and has_numba():
         return "numba"
     if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
         if why_not_mosaic(platform, q, placement, tables, pages, block_mask) is None:
@@ -117,7 +113,7 @@ def why_not_mosaic(
     """
     if has_triton():
         return "Triton's kernel is there"
-    if not is_one_gpu(platform, placement) or not _is_hopper():
+    if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
     if tables is None or q.shape[0] <= FEW_TOKENS * tables.shape[0]:
         return "few new tokens per sequence"
@@ -128,7 +124,7 @@ def why_not_mosaic(
 
 def choose_bidirectional(platform: str | None, q: Any) -> str:
     """Return the implementation of attention in vision towers: 'cudnn' or 'reference'."""
-    on_gpu = (platform or jax.default_backend()) in NVIDIA and _has_cudnn()
+    on_gpu = (platform or jax.default_backend()) in NVIDIA and has_cudnn()
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     return "cudnn" if on_gpu and half and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 else "reference"
 
@@ -139,7 +135,7 @@ def choose_self_attention(placement: Placement | None, heads: Any, lengths: Any)
     Split, the products of q, k, v and o have the columns of our kernel for Hopper. It knows no padding.
     """
     platform = placement.platform if placement else None
-    if not is_one_gpu(platform, placement) or not _is_hopper() or lengths is not None or heads.dtype != jnp.bfloat16:
+    if not is_one_gpu(platform, placement) or not is_hopper() or lengths is not None or heads.dtype != jnp.bfloat16:
         return "apart"
     from dovetail.ops.kernels.gpu.bidirectional import why_not_split
 
@@ -249,7 +245,7 @@ def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, no
 
 def rotate_store_kernel(qkv: Any, kv_heads: int) -> Callable:
     """Return the kernel that normalises, rotates and stores qkv [T, N + 2K, H] (see `rotates_and_stores`)."""
-    if _is_hopper() and why_not_store(qkv, kv_heads) is None:
+    if is_hopper() and why_not_store(qkv, kv_heads) is None:
         from dovetail.ops.kernels.gpu.mosaic.store import rotate_store as kernel
     else:
         from dovetail.ops.kernels.gpu.store import rotate_store as kernel
@@ -263,7 +259,7 @@ def choose_norm(ctx: Packed | Paged, x: Any) -> str:
     """Return the implementation of the residual add and RMS norm of x [T, D]: 'mosaic', 'triton' or 'reference'."""
     if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
         return "reference"
-    if _is_hopper() and why_not_norm(x) is None:
+    if is_hopper() and why_not_norm(x) is None:
         return "mosaic"
     return "triton" if has_triton() else "reference"
 
@@ -289,7 +285,7 @@ def layer_norm_kernel(placement: Placement | None, x: Any) -> Callable | None:
         return None
     if has_triton():
         from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm as kernel
-    elif _is_hopper() and why_not_row(x) is None:
+    elif is_hopper() and why_not_row(x) is None:
         from dovetail.ops.kernels.gpu.mosaic.layer_norm import add_layer_norm as kernel
     else:
         return None
@@ -303,7 +299,7 @@ def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
     """
     if (platform or jax.default_backend()) not in NVIDIA:
         return "xla"
-    if _is_hopper() and rows.dtype == w.dtype:
+    if is_hopper() and rows.dtype == w.dtype:
         from dovetail.ops.kernels.gpu.grouped_hopper import why_not_hopper
 
         if why_not_hopper(len(rows), *w.shape[1:], w.dtype) is None:
@@ -326,7 +322,7 @@ def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
 
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from the routed tokens of a step, x [T, D], to their outputs; None for grouped products."""
-    if not is_one_gpu(platform, placement) or not _is_hopper():
+    if not is_one_gpu(platform, placement) or not is_hopper():
         return None
     from dovetail.ops.kernels.gpu.experts import few_token_experts, why_not_few_tokens
 
@@ -352,7 +348,7 @@ def why_not_ours(x: Any, w: Any) -> str | None:
     cpu = machine().lower()
     if cpu not in FEW_ROWS:
         return f"not measured on {cpu}"
-    if not _has_numba():
+    if not has_numba():
         return "numba is not installed"
     if not x.dtype == w.dtype == jnp.float32:
         return "not f32"
@@ -381,10 +377,10 @@ def quantized_kernel(
         from dovetail.ops.quant.rounded import int8_matmul
 
         return int8_matmul
-    if form.name == "fp8" and not form.group and (platform or jax.default_backend()) in NVIDIA and _has_fp8():
+    if form.name == "fp8" and not form.group and (platform or jax.default_backend()) in NVIDIA and has_fp8():
         from dovetail.ops.quant.rounded import fp8_matmul
 
-        return fp8_matmul
+        return cast(Callable, fp8_matmul)  # custom_vjp has no type of its own
     if why_not_packed(form, x, platform, placement):
         return None
     from dovetail.ops.kernels.cpu.packed_rows import packed_rows_matmul
@@ -399,7 +395,7 @@ def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placem
         return "only on CPUs"
     if placement is not None and placement.mesh.size > 1:
         return "several devices"
-    if machine().lower() not in FEW_ROWS or not _has_numba():
+    if machine().lower() not in FEW_ROWS or not has_numba():
         return "numba is not installed, or the CPU is not known"
     if x.dtype != jnp.float32 or x.ndim != 2:
         return "x is not a matrix of f32"
@@ -436,7 +432,7 @@ def choose_loss(placement: Placement | None, logits: Any) -> str:
     """
     if not is_one_gpu(placement.platform if placement else None, placement):
         return "reference"
-    if _is_hopper() and why_not_row(logits) is None:
+    if is_hopper() and why_not_row(logits) is None:
         return "mosaic"
     return "triton" if has_triton() else "reference"
 
@@ -465,9 +461,9 @@ def import_kernels(platform: str | None, quantized: bool = False) -> None:
     On Hopper, the import sets the path of the library that a Mosaic kernel is compiled with when its step is loaded.
     The CPU's kernels of quantised weights are compiled for seconds at their first import.
     """
-    if (platform or jax.default_backend()) in NVIDIA and _is_hopper():
+    if (platform or jax.default_backend()) in NVIDIA and is_hopper():
         from dovetail.ops.kernels.gpu import prompt  # noqa: F401
-    if (platform or jax.default_backend()) == "cpu" and _has_numba():
+    if (platform or jax.default_backend()) == "cpu" and has_numba():
         from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
 
         if quantized:
@@ -499,19 +495,19 @@ def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
 
 
 @functools.cache
-def _has_cudnn() -> bool:
+def has_cudnn() -> bool:
     """Return whether cuDNN is loaded: its call is built against the library and cannot be lowered without it."""
     return any(device.platform == "gpu" for device in jax.devices())
 
 
 @functools.cache
-def _is_hopper() -> bool:
+def is_hopper() -> bool:
     """Return whether the devices are of compute capability 9.0: kernels with its instructions run on no other."""
     return all(getattr(device, "compute_capability", "") == "9.0" for device in jax.devices())
 
 
 @functools.cache
-def _has_fp8() -> bool:
+def has_fp8() -> bool:
     """Return whether the devices multiply fp8 numbers: compute capability 8.9 and later."""
     found = [getattr(device, "compute_capability", "0.0") for device in jax.devices()]
     return all(tuple(map(int, each.split("."))) >= (8, 9) for each in found)
@@ -524,7 +520,8 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def _has_numba() -> bool:
+def has_numba() -> bool:
+    """Return whether numba, which compiles the kernels of CPUs, is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -538,136 +535,3 @@ def has_tokamax() -> bool:
 def log_once(operation: str, name: str) -> None:
     """Log the implementation of an operation, once."""
     log.info("%s: %s", operation, name)
-
-
-def describe() -> list[tuple[str, str, str]]:
-    """Return (operation, platform, implementation) for a usual shape and one device."""
-    q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
-    whole = jax.ShapeDtypeStruct(q.shape, jnp.float32)  # what a CPU computes in
-    few, many = (jax.ShapeDtypeStruct((rows, 128), jnp.float32) for rows in (1, 1024))
-    rows = []
-    for platform in ("cpu", "cuda", "tpu"):
-        heads = whole if platform == "cpu" else q
-        rows += [
-            ("packed attention", platform, choose_packed(platform, heads, heads)),
-            ("paged attention", platform, _paged(platform, heads)),
-            ("attention with a block mask", platform, _block_mask(platform, heads)),
-            ("bidirectional attention", platform, _bidirectional(platform, heads)),
-            ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
-            ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
-            ("quantised products", platform, _quantized_products(platform, few)),
-            ("experts", platform, _experts(platform)),
-            *((operation, platform, name) for operation, name in _small_kernels(platform).items()),
-        ]
-    return sorted(rows, key=lambda row: row[0])
-
-
-def _experts(platform: str) -> str:
-    """Return the grouped product of experts with usual dims."""
-    rows, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 2048), (64, 1024, 2048)))
-    name = choose_grouped(platform, rows, w)
-    return {"xla": "ragged_dot", "mosaic": "mosaic; triton for f32 and dims that are not multiples of 64"}.get(
-        name, name
-    )
-
-
-def _paged(platform: str, q: Any) -> str:
-    """Return the paged attention of decode steps, and that of prompts where it is another one."""
-    usual = choose_paged(platform, q, 8)
-    return f"{usual}; mosaic for prompts" if platform in NVIDIA and _is_hopper() and not has_triton() else usual
-
-
-def _small_kernels(platform: str) -> dict[str, str]:
-    """Return the implementations of norms, rotation and store, loss and sampling, and why they are not Mosaic's."""
-    names, rest = ("norm", "rotation and store", "loss", "layer norm", "sampling"), "reference"
-    if not is_one_gpu(platform, None):
-        return dict.fromkeys(names, rest)
-    rest = "triton" if has_triton() else rest
-    if why := _why_not_hopper():
-        return dict.fromkeys(names, f"{rest} ({why})")
-    x, qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (1, 48, 128)))
-    found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": f"{rest} (no other kernel)"}
-    if not has_triton():
-        return found | {"rotation and store": rest, "layer norm": "mosaic"}
-    stored = f"mosaic; triton for {why_not_store(qkv, 8)}"
-    return found | {"rotation and store": stored, "layer norm": "triton (faster than mosaic)"}
-
-
-def _why_not_hopper() -> str | None:
-    """Return why kernels for Hopper cannot run here, or None."""
-    found = {getattr(device, "compute_capability", None) for device in jax.devices()}
-    if _is_hopper():
-        return None
-    return "no NVIDIA GPU here" if found == {None} else f"compute capability {', '.join(sorted(map(str, found)))}"
-
-
-def _bidirectional(platform: str, q: Any) -> str:
-    """Return the attention of towers, and that of heads of 72 dims where it is another one."""
-    usual = choose_bidirectional(platform, q)
-    return f"{usual}; mosaic for heads of 65 to 80 dims" if platform in NVIDIA and _is_hopper() else usual
-
-
-def _block_mask(platform: str, q: Any) -> str:
-    """Return the packed and the paged attention of image tokens that see each other."""
-    packed = choose_packed(platform, q, q, block_mask=True)
-    paged = choose_paged(platform, q, 8, block_mask=True)
-    return f"{packed} (packed), {paged} (paged)"
-
-
-def _products(few: Any, many: Any) -> str:
-    """Return the products of few rows and many rows on this CPU, and why not our kernels."""
-    if why := why_not_ours(few, few):
-        return f"xla ({why})"
-    return f"numba; xla for {why}" if (why := why_not_ours(many, few)) else "numba"
-
-
-def _quantized_products(platform: str, x: Any) -> str:
-    """Return the products of this platform with quantised weights."""
-    if why_not_packed(Format("q4_1"), x, platform, None) is None:
-        return "numba for int8, int4 and GGUF blocks; xla for w8a8"
-    fp8 = quantized_kernel(Format("fp8"), x, platform, None) is not None
-    return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
-
-
-# what: (query heads, key heads of a device, head dim, its option)
-TPU_CASES: dict[str, tuple[int, int, int, str]] = {
-    "heads of 64 (Llama 3.2 1B)": (32, 8, 64, ""),
-    "heads of 64, 3 key heads (SmolLM2)": (9, 3, 64, ""),
-    "heads of 80": (32, 32, 80, ""),
-    "heads of 96 (Phi-3)": (32, 32, 96, ""),
-    "heads of 128 (Llama, Qwen, Mistral)": (32, 8, 128, ""),
-    "heads of 128, 1 key head": (4, 1, 128, ""),
-    "heads of 128, 10 key heads (Phi-4)": (40, 10, 128, ""),
-    "heads of 256 (Gemma)": (16, 8, 256, ""),
-    "sinks (GPT-OSS)": (64, 8, 64, "sinks"),
-    "images whose tokens see each other (Gemma 3 27B)": (32, 16, 128, "images"),
-    "latents (DeepSeek)": (16, 1, 576, "latent"),
-    "f16": (32, 8, 128, "f16"),
-}
-
-
-def describe_tpu() -> list[tuple[str, str, str, str, str]]:
-    """Return (what, generation, packed kernel, paged kernel, why no better one), for steps of 256 sequences."""
-    rows = []
-    for name, chip in CHIPS.items():
-        if room_of(chip.kinds[0]) is None:  # a GPU, or a TPU of which too little is known
-            continue
-        device = AbstractDevice(chip.kinds[0], num_cores=1, platform="tpu")
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            rows += [(what, name, *_on_tpu(*case)) for what, case in TPU_CASES.items()]
-    return sorted(rows, key=lambda row: row[0])
-
-
-def _on_tpu(N: int, K: int, H: int, option: str) -> tuple[str, str, str]:
-    """Return (packed, paged, why) on the TPU of the context."""
-    dtype, rank = jnp.dtype("float16" if option == "f16" else "bfloat16"), 512 if option == "latent" else None
-    sinks = jax.ShapeDtypeStruct((N,), dtype) if option == "sinks" else None
-    q, long, tables = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, N, H), (1, 1024, N, H), (256, 512)))
-    masked = option == "images"
-    row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None, block_mask=masked)
-    flat = why_not_flat(q, K, None, tables, jax.ShapeDtypeStruct((1, 128, *row), dtype), rank)
-    ragged = "it does not support latents" if rank else why_not_ragged(q, K, sinks, None, tables, masked)
-    packed = choose_packed("tpu", long, long, None, sinks, masked)
-    paged = "ragged" if ragged is None else "flat" if flat is None else "reference"
-    whys = {"packed": why_not_splash(long, sinks), "paged": flat if paged == "reference" else ragged}
-    return packed, paged, "; ".join(f"{context}: {why}" for context, why in whys.items() if why)

@@ -12,7 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
 from dovetail.ops import dispatch
-from dovetail.ops.dispatch import TPU_CASES, choose_paged, describe_tpu, has_tokamax, page_row, rotates_and_stores
+from dovetail.ops.describe import TPU_CASES, describe, describe_tpu
+from dovetail.ops.dispatch import choose_paged, has_tokamax, page_row, rotates_and_stores
 from dovetail.ops.kernels.tpu.needs import ROOM, why_not_flat, why_not_ragged
 from dovetail.ops.rope import Rope
 
@@ -172,19 +173,19 @@ def small(name: str, *shape: int, dtype=jnp.bfloat16) -> str:
 def test_small_kernels_are_mosaics_where_they_are_as_fast(monkeypatch, name, shape, on_hopper):
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     assert small(name, *shape) == "triton"
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert small(name, *shape) == on_hopper
     assert small(name, *shape, dtype=jnp.float16) == "triton"
 
 
 def test_info_says_which_backend_runs_and_why(monkeypatch):
     def rows() -> dict[str, str]:
-        return {operation: name for operation, platform, name in dispatch.describe() if platform == "cuda"}
+        return {operation: name for operation, platform, name in describe() if platform == "cuda"}
 
     assert rows()["loss"] == "triton (no NVIDIA GPU here)"
     monkeypatch.setattr(dispatch.jax, "devices", lambda: [SimpleNamespace(compute_capability="8.0", platform="gpu")])
     assert rows()["norm"] == "triton (compute capability 8.0)"
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert rows()["loss"] == "mosaic" and rows()["rotation and store"] == "mosaic; triton for fewer than 64 tokens"
 
 
@@ -192,10 +193,10 @@ def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     ctx, x, rope = paged("cuda"), array(64, 1024), Rope(10_000.0, 128)
-    assert choose_paged("cuda", heads(), 8) == "reference" and dispatch.grouped_kernel("cuda") is None
+    assert choose_paged("cuda", heads(), 8) == "reference" and dispatch.choose_grouped("cuda", x, x) == "xla"
     assert dispatch.sample_kernel("cuda", None) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
     assert dispatch.norm_kernel(ctx, x) is None and dispatch.layer_norm_kernel(None, x) is None
     assert dispatch.choose_loss(None, x) == "reference"
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert dispatch.choose_norm(ctx, x) == dispatch.choose_loss(None, x) == "mosaic"
     assert dispatch.layer_norm_kernel(None, x).__module__.endswith("mosaic.layer_norm")

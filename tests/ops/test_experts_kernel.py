@@ -99,7 +99,7 @@ def test_the_kernel_is_chosen_where_it_runs(monkeypatch, change, why):
     params |= {"gate": change.get("gate", params["gate"])}
     assert dispatch.experts_kernel(x, params, glu, None, None) is None  # on a CPU
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     chosen = dispatch.experts_kernel(x, params, glu, None, None)
     assert chosen is (None if why else kernel.few_token_experts)
     assert (why or "") in (kernel.why_not_few_tokens(x, params, glu) or "")

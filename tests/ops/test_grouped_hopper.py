@@ -80,6 +80,6 @@ def test_lowers_for_a_gpu(dims):
 def test_the_kernels_are_chosen_where_they_run(monkeypatch, rows, dims, dtype, name):
     x, w = jax.ShapeDtypeStruct((rows, dims[1]), dtype), jax.ShapeDtypeStruct((4, *dims), dtype)
     assert dispatch.choose_grouped("cuda", x, w) == "triton"  # no Hopper here
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert dispatch.choose_grouped("cuda", x, w) == name
     assert dispatch.choose_grouped("tpu", x, w) == "xla"

@@ -13,6 +13,7 @@ import pytest
 from later import later
 
 from dovetail.ops import dispatch, linear
+from dovetail.ops.describe import describe
 
 kernels = later("dovetail.ops.kernels.cpu.many_rows")
 BLOCK, SLICE = 64, 640  # of the kernel
@@ -98,13 +99,11 @@ def test_matmul_uses_it_for_many_rows_of_f32(monkeypatch):
 
 def test_the_table_says_why_it_is_not_used(monkeypatch):
     def on_cpu() -> str:
-        return next(
-            name for operation, platform, name in dispatch.describe() if (operation, platform) == ("products", "cpu")
-        )
+        return next(name for operation, platform, name in describe() if (operation, platform) == ("products", "cpu"))
 
     monkeypatch.setattr(dispatch, "machine", lambda: "aarch64")
     assert on_cpu() == "numba"
-    monkeypatch.setattr(dispatch, "_has_numba", lambda: False)
+    monkeypatch.setattr(dispatch, "has_numba", lambda: False)
     assert on_cpu() == "xla (numba is not installed)"
     monkeypatch.setattr(dispatch, "machine", lambda: "riscv64")
     assert on_cpu() == "xla (not measured on riscv64)"
@@ -115,4 +114,4 @@ def test_on_x86_xla_multiplies_many_rows(monkeypatch):
     w = jnp.ones((6, 8))
     chosen = [dispatch.choose_product(jnp.ones((rows, 8)), w) for rows in (1, 2, 16, 17, 1024)]
     assert chosen == ["few_rows"] * 3 + ["xla"] * 2
-    assert ("products", "cpu", "numba; xla for more than 16 rows") in dispatch.describe()
+    assert ("products", "cpu", "numba; xla for more than 16 rows") in describe()

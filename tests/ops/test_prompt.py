@@ -93,7 +93,7 @@ def test_dispatch_takes_the_kernel_for_prompts_on_hopper_without_triton(change, 
     usual = {"tokens": 328, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
     case = usual | {"triton": False} | change
     monkeypatch.setattr(dispatch, "has_triton", lambda: case["triton"])
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: case["hopper"])
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: case["hopper"])
     q = jax.ShapeDtypeStruct((case["tokens"], 32, case["dim"]), case["dtype"])
     pages = jax.ShapeDtypeStruct((64, case["page"], 16, case["dim"]), case["dtype"])
     tables = jax.ShapeDtypeStruct((7, 64), jnp.int32)

@@ -67,5 +67,5 @@ def test_the_kernel_is_chosen_where_it_runs(monkeypatch, shape, lengths, how):
     heads = jax.ShapeDtypeStruct((1, *shape), jnp.bfloat16)
     assert dispatch.choose_self_attention(None, heads, lengths) == "apart"  # on a CPU
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert dispatch.choose_self_attention(None, heads, lengths) == how

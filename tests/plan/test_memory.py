@@ -96,7 +96,7 @@ def cudnn(monkeypatch):
 
     block.clear_cache()
 
-    monkeypatch.setattr(dispatch, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(dispatch, "has_cudnn", lambda: True)
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(fused, "check_is_flash_attention", lambda *_, **__: None)
     monkeypatch.setattr(plan, "DOCUMENTS", 1)

@@ -33,7 +33,7 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
-class Tiles:
+class OutputTiles:
     """Describe the tiles of the output.
 
     Their columns, the blocks of operands in shared memory, and how many tiles along the rows are computed before the
@@ -56,10 +56,10 @@ def why_not_hopper(rows: int, out: int, inner: int, dtype: Any) -> str | None:
     return None
 
 
-def default_tiles(cols: int) -> Tiles:
+def default_tiles(cols: int) -> OutputTiles:
     """Return the tiles that compute the fewest columns beyond the last."""
     fewest = min((256, 192, 128), key=lambda block: (pl.cdiv(cols, block) * block, -block))
-    return Tiles(cols=fewest, stages={256: 4, 192: 4, 128: 6}[fewest])
+    return OutputTiles(cols=fewest, stages={256: 4, 192: 4, 128: 6}[fewest])
 
 
 def grouped_matmul(
@@ -67,9 +67,9 @@ def grouped_matmul(
     w: jax.Array,  # [E, N, K]
     sizes: jax.Array,  # [E] int32
     *,
-    forward: Tiles | None = None,
-    to_x: Tiles | None = None,
-    to_w: Tiles | None = None,
+    forward: OutputTiles | None = None,
+    to_x: OutputTiles | None = None,
+    to_w: OutputTiles | None = None,
 ) -> jax.Array:
     """Return [M, N]: the first sizes[0] rows by w[0]^T, the next sizes[1] by w[1]^T and so on.
 
@@ -102,7 +102,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def rows_product(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: Tiles | None = None
+    x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: OutputTiles | None = None
 ) -> jax.Array:
     """Multiply x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
     M, N = len(x), w.shape[1 if transposed else 2]
@@ -140,7 +140,7 @@ def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
 
 
 def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, x_ref, w_ref, out_ref, shared, loaded, released,
-               *, transposed: bool, num_cols: int, t: Tiles):  # fmt: skip
+               *, transposed: bool, num_cols: int, t: OutputTiles):  # fmt: skip
     xs, ws, outs = shared
     warpgroup = lax.axis_index("warpgroup")
     whole = x_ref.shape[1] // INNER
@@ -199,7 +199,7 @@ def _store_if(condition: jax.Array, source: Any, target: Any) -> None:
 
 
 def weights_product(
-    dy: jax.Array, x: jax.Array, sizes: jax.Array, *, dtype: Any, tiles: Tiles | None = None
+    dy: jax.Array, x: jax.Array, sizes: jax.Array, *, dtype: Any, tiles: OutputTiles | None = None
 ) -> jax.Array:
     """Map dy [M, N] and x [M, K] to [E, N, K]: each group's dy^T x."""
     N, K, E = dy.shape[1], x.shape[1], len(sizes)
@@ -217,7 +217,7 @@ def weights_product(
 
 
 def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, released,
-                  *, num_rows: int, num_cols: int, t: Tiles):  # fmt: skip
+                  *, num_rows: int, num_cols: int, t: OutputTiles):  # fmt: skip
     dys, xs, outs = shared
     warpgroup = lax.axis_index("warpgroup")
 
