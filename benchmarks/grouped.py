@@ -41,7 +41,9 @@ SIZES = {
     "rows in no group": [7, 0, 300, 0, 65, 3],
     "no rows at all": [0] * 6,
 }
-TILES = [hopper.OutputTiles(cols, stages, swizzle) for cols, stages in ((256, 4), (192, 4), (128, 6)) for swizzle in (4, 16)]
+TILES = [
+    hopper.OutputTiles(cols, stages, swizzle) for cols, stages in ((256, 4), (192, 4), (128, 6)) for swizzle in (4, 16)
+]
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -302,7 +302,7 @@ def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
     if is_hopper() and rows.dtype == w.dtype:
         from dovetail.ops.kernels.gpu.grouped_hopper import why_not_hopper
 
-        if why_not_hopper(len(rows), *w.shape[1:], w.dtype) is None:
+        if why_not_hopper(len(rows), w.shape[1], w.shape[2], w.dtype) is None:
             return "mosaic"
     return "triton" if has_triton() else "xla"
 

@@ -163,14 +163,14 @@ def _grouped(
     back, sizes = _positions(group, num_experts)
     order = jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
-    share = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
+    share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
     def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
         y = checkpoint_name(grouped(inputs, params[name], sizes, platform), "product")
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
-    rows = _deal(x, order, back, k)
+    rows: Any = _deal(x, order, back, k)
     hidden = glu(apply(rows, "gate"), apply(rows, "up"))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
     hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)

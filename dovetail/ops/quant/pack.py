@@ -61,6 +61,7 @@ def codes_of(form: Format, values: jax.Array, scale: jax.Array, zero: jax.Array 
     if form.name == "int4":
         return jnp.clip(jnp.round(shares), -8, 7) + 8
     if form.name == "uint4":
+        assert zero is not None
         return jnp.clip(jnp.round(shares) + zero, 0, 15)
     return jnp.clip(jnp.round(shares), -127, 127).astype(jnp.int8)
 

@@ -6,6 +6,7 @@ D model dim, I a weight's input, E experts.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +98,7 @@ def observe(
         return ObservedWeight(weight, name, seen) if name in names else weight
 
     with compute.products():  # not the jitted block, which could not give back what is observed
-        _run(block.__wrapped__, jax.tree_util.tree_map_with_path(watched, p), x, cfg, layer)
+        _run(inspect.unwrap(block), jax.tree_util.tree_map_with_path(watched, p), x, cfg, layer)
     return seen.grams()
 
 

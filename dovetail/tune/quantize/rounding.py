@@ -41,13 +41,14 @@ class WeightInputs:
 
         It is computed on the host, in f64. Columns without inputs stand alone.
         """
-        from scipy.linalg.lapack import dtrtri
+        from scipy.linalg import get_lapack_funcs
 
         gram, order = np.asarray(self.gram, np.float64), np.asarray(self.order)
         diagonal = np.diag(gram)
         gram = gram + np.diag(DAMPING * diagonal.mean() + (diagonal == 0))
         lower = np.linalg.cholesky(gram[np.ix_(order[::-1], order[::-1])])
-        inverse, _ = dtrtri(lower, lower=1)
+        (trtri,) = get_lapack_funcs(["trtri"], [lower])
+        inverse, _ = trtri(lower, lower=1)
         return inverse[::-1, ::-1].astype(np.float32)
 
 

@@ -46,7 +46,8 @@ def smoothed(
         factor = _factor(forms[paths[0]], tuple(_rows(tree[part][name]) for name in names), grams[paths[0]])
         tree[norm] = ((tree[norm] + offset) / factor - offset).astype(tree[norm].dtype)
         tree[part] |= {name: (tree[part][name] * factor).astype(tree[part][name].dtype) for name in names}
-        grams |= dict.fromkeys(paths, grams[paths[0]] / factor[:, None] / factor)
+        gram = grams[paths[0]] / factor[:, None] / factor
+        grams |= {path: gram for path in paths}
     if "mlp" in tree and layer.moe is None and layer.mlp and layer.mlp.glu.limit is None and "mlp.down" in forms:
         _smooth_down(tree["mlp"], forms["mlp.down"], grams)
     return tree, grams
