@@ -107,6 +107,7 @@ class RequestTemplates:
 def main(fd: int) -> None:
     """Render the templates that arrive on the socket `fd` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing the socket
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that was profiled may ignore it, and children inherit that
     _limit_memory()
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
         while (asked := read_frame(wire)) is not None:
