@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import peft
 import pytest
 from engine.engines import GREEDY, NEW, OPTIONS, tokens_of, variant
 from engine.test_images import write_tokenizer
 from engine.test_speculation import Always, Replay
 from image_cases import HALF, noise
+from later import later
 from reference_models import reference
 from vision_models import IMAGE_TOKEN, Example, their_logits, vision_reference
 
@@ -29,6 +29,8 @@ from dovetail.io.images.resample import resize
 from dovetail.io.load import load
 from dovetail.io.peft import save_adapter
 from dovetail.models.lora import Lora, lora_spec
+
+peft = later("peft")
 
 NAME = "qwen3-vl"
 DRAFTS = 3

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from corners import corners
-from scipy.stats import chisquare
+from later import later
 
 from dovetail.ops import sample as ops
 
 pytestmark = pytest.mark.slow
+stats = later("scipy.stats")
 
 V = 200  # more than a block, and not a whole number of them
 W = -(-V // 32)
@@ -145,7 +146,7 @@ def test_distribution(name: str, sample):
     few = want * N < 5  # chi-square wants five in a bin
     f_exp, f_obs = np.append(want[~few], want[few].sum()) * N, np.append(got[~few], got[few].sum())
     some = f_exp > 0
-    assert chisquare(f_obs[some], f_exp[some]).pvalue > 1e-3
+    assert stats.chisquare(f_obs[some], f_exp[some]).pvalue > 1e-3
 
 
 def test_positions_of_one_seed_are_independent_draws(sample):
@@ -159,13 +160,13 @@ def test_positions_of_one_seed_are_independent_draws(sample):
     pairs = np.bincount(rank[drawn[:-1]] * 9 + rank[drawn[1:]], minlength=81)
     probs = np.append(softmax(logits.astype(np.float64))[top], 0)
     probs[8] = 1 - probs.sum()
-    assert chisquare(pairs, np.outer(probs, probs).ravel() * pairs.sum()).pvalue > 1e-3
+    assert stats.chisquare(pairs, np.outer(probs, probs).ravel() * pairs.sum()).pvalue > 1e-3
 
 
 def test_a_large_flat_vocabulary_favours_no_ids():
     large, N = 20_000, 1024
     drawn = np.asarray(jax.jit(ops.choose)(np.zeros((N, large), np.float32), make_inputs(N)))
-    assert chisquare(np.bincount(drawn * 20 // large, minlength=20)).pvalue > 1e-3
+    assert stats.chisquare(np.bincount(drawn * 20 // large, minlength=20)).pvalue > 1e-3
 
 
 # --- truncation -------------------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ import io
 import os
 from pathlib import Path
 
-import anthropic
 import httpx
 import numpy as np
 import openai
 import pytest
 from engine.engines import GREEDY, OPTIONS
 from engine.test_images import folder_to_chat_with
+from later import later
 from PIL import Image
 from serve.images import data_url, file_of, png
 from serve.servers import MODEL, openai_refuses, running
@@ -22,6 +22,8 @@ from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.http.start import read_image_processor, read_tokenizer
 from dovetail.serve.remote.client import EngineClient
+
+anthropic = later("anthropic")
 
 pytestmark = pytest.mark.slow
 SIZES = OPTIONS | dict(max_num_batched_tokens=64, max_decode_steps=1)
