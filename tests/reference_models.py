@@ -129,6 +129,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "glm": ("GlmConfig", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=10000.0,
                                                                 partial_rotary_factor=0.25))),
     "glm4": ("Glm4Config", dict(head_dim=16)),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        dict(head_dim=16, attention_bias=True, use_qk_norm=True, moe_intermediate_size=24, n_routed_experts=8,
+             num_experts_per_tok=3, n_shared_experts=2, n_group=4, topk_group=2, routed_scaling_factor=1.7,
+             num_nextn_predict_layers=1),
+    ),
     "gpt-oss": (
         "GptOssConfig",
         dict(head_dim=16, sliding_window=6, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=1.0,

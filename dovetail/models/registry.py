@@ -103,7 +103,7 @@ def _parse_text(hf: dict[str, Any], where: str, read: Callable[[Fields], None] |
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(
             f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}. "
-            'Others run as PyTorch modules: `backend="torch"` (docs/torch.md)',
+            'Others run as PyTorch modules: `backend="torch"`, in a command `--backend torch` (docs/torch.md)',
             param="model_type",
         )
     family = FAMILIES[kind]

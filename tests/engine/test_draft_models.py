@@ -29,6 +29,7 @@ from dovetail.io.tool_formats.formats import TOOL_FORMATS
 from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.models.draft.registry import parse_draft
 from dovetail.models.lora import Lora, lora_spec
+from dovetail.models.mtp import with_mtp
 from dovetail.models.registry import parse_config, read_config
 from dovetail.models.spec import spec
 
@@ -43,6 +44,7 @@ PUBLISHED = {
     "eagle3": dict(draft_vocab_size=CONFIG["vocab_size"], eagle_aux_hidden_state_layer_ids=[1, 2, 2]),
     "dflash": BLOCKS,
     "dspark": BLOCKS | dict(markov_rank=8),
+    "dflash2": BLOCKS | dict(conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=4),
 }
 GEMMA4 = SIZES | dict(
     model_type="gemma4_text", layer_types=["sliding_attention", "full_attention", "full_attention"],
@@ -56,15 +58,18 @@ ASSISTANT = dict(
                               layer_types=["sliding_attention", "full_attention"]),
 )  # fmt: skip
 SOME = ["itself", "eagle3", "dspark"]
-KINDS = [*SOME, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("another model", "dflash", "assistant"))]
+OTHERS = ("another model", "dflash", "dflash2", "mtp", "assistant")
+KINDS = [*SOME, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in OTHERS)]
 
 
 def target_folder(kind: str, place) -> str:
     """Return the model that a kind of draft model is for."""
-    if kind != "assistant":
+    if kind not in ("assistant", "mtp"):
         return model_folder(place)
-    cfg, folder = parse_config(GEMMA4), place / "gemma4"
-    save(folder, cfg, init(spec(cfg), jax.random.key(0), jnp.float32, 0.1), small_tokenizer())
+    cfg = parse_config(GEMMA4 if kind == "assistant" else CONFIG | dict(num_nextn_predict_layers=1))
+    folder, specs = place / "target", spec(cfg) if kind == "assistant" else with_mtp(spec(cfg), cfg)
+    if not folder.exists():
+        save(folder, cfg, init(specs, jax.random.key(0), jnp.float32, 0.1), small_tokenizer())
     return str(folder)
 
 
@@ -83,6 +88,8 @@ def draft_folder(kind: str, place) -> str:
     """Return a draft model of a kind for the model of `target_folder(kind, place)`."""
     if kind == "assistant":
         return assistant_folder(place)
+    if kind == "mtp":
+        return target_folder(kind, place)
     if kind == "itself":
         return model_folder(place)
     if kind == "another model":
@@ -98,8 +105,13 @@ def llm(request, tmp_path_factory):
     return made_llm(request.param, tmp_path_factory.mktemp("drafts"))
 
 
+def config_of(kind: str, place) -> dict:
+    own = {"method": "mtp"} if kind == "mtp" else {}
+    return {"model": draft_folder(kind, place), "num_speculative_tokens": DRAFTS, **own}
+
+
 def made_llm(kind: str, place) -> LLM:
-    config = {"model": draft_folder(kind, place), "num_speculative_tokens": DRAFTS}
+    config = config_of(kind, place)
     made = LLM(target_folder(kind, place), **OPTIONS | dict(max_num_seqs=4), speculative_config=config)
     made.kind = kind
     compile_drafting(made)
@@ -129,7 +141,10 @@ def drafting(llm: LLM, **how) -> LLM:
     return engine
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled, n=3", "logprobs", "penalties", "truncation", "min_tokens"])
+ALIKE = ("greedy", "sampled, n=3", "logprobs", "penalties", "truncation", "min_tokens")
+
+
+@pytest.mark.parametrize("name", [*ALIKE, pytest.param("bias", marks=pytest.mark.thorough)])
 def test_the_output_is_the_one_without_a_draft_model(llm, name):
     params = CASES[name]
     engine = drafting(llm)
@@ -190,18 +205,18 @@ def test_stop_strings_inside_a_block(llm, temperature):
     assert engine.engine.stats().speculation.drafts > 0
 
 
-HARD = ["dspark", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("itself", "eagle3"))]
+HARD = ["dspark", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("itself", "eagle3", *OTHERS))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HARD)
 def test_over_two_devices_and_with_adapters(kind, tmp_path):
-    folder = model_folder(tmp_path)
+    folder = target_folder(kind, tmp_path)
     lora, cfg = Lora(r=2, lora_alpha=8), read_config(Path(folder))
     values = jax.tree.map(np.asarray, init(lora_spec(cfg, lora), jax.random.key(1), jnp.float32, 0.3))
     values = jax.tree_util.tree_map_with_path(lambda path, x: x + 0.1 if path[-1].key == "lora_b" else x, values)
     save_adapter(tmp_path / "adapter", cfg, values, lora, folder)
-    config = {"model": draft_folder(kind, tmp_path), "num_speculative_tokens": DRAFTS}
+    config = config_of(kind, tmp_path)
     options = OPTIONS | dict(max_num_seqs=4, tensor_parallel_size=2, lora_modules={"a": str(tmp_path / "adapter")})
     llm = LLM(folder, **options, speculative_config=config)
     compile_drafting(llm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -352,6 +353,16 @@ def test_fewer_draft_tokens_where_the_later_ones_are_rejected():
         length.verified([2], 6)
     assert length.choose(1) == 2
     assert length.tokens(6) == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize(("streams", "wanted"), [(1, 4), (64, 4), (65, 0), (256, 0)])
+def test_it_is_off_with_many_streams(streams, wanted):
+    """A decode step is then limited by computing, so a verify step is never measured."""
+    demand = SimpleNamespace(prompts=0, decoding=streams)
+    scheduler = SimpleNamespace(demand=lambda: demand, config=SimpleNamespace(max_num_batched_tokens=2048))
+    buckets = SimpleNamespace(decode=lambda count: SimpleNamespace(rows=count))
+    runner = SimpleNamespace(buckets=buckets, drafts_ready=lambda rows, drafts: True)
+    assert Speculator(NgramDrafter(2, 3), Always((4,))).wanted(scheduler, runner) == wanted
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

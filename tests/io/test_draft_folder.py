@@ -113,7 +113,8 @@ def test_missing_tensors_and_tables_of_floats_are_refused(tmp_path):
 
 
 def test_the_models_own_layers_are_loaded(tmp_path):
-    cfg = parse_config(SIZES | dict(model_type="glm4", num_hidden_layers=2, num_nextn_predict_layers=1))
+    experts = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2)
+    cfg = parse_config(SIZES | experts | dict(model_type="glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1))
     params = random_params(with_mtp(spec(cfg), cfg), seed=1)
     save(tmp_path, cfg, params, None)
     draft, weights = load_draft(tmp_path, cfg, jnp.float32, method="mtp")

@@ -58,6 +58,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "glm-edge-4b": model("glm", 3072, 8192, 24, 6, 59264, 8192, head_dim=128),
     "glm4-9b": model("glm4", 4096, 13696, 32, 2, 151552, 32768, head_dim=128),
+    "glm4.5-air": model(
+        "glm4_moe", 4096, 10944, 96, 8, 151552, 131072, head_dim=128, attention_bias=True, moe_intermediate_size=1408,
+        n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1, first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+    ),
     "gpt-oss-20b": model(
         "gpt_oss", 2880, 2880, 64, 8, 201088, 131072, head_dim=64, sliding_window=128, num_local_experts=32,
         num_experts_per_tok=4, layer_types=LOCAL,

@@ -1,5 +1,6 @@
 """Hugging Face architectures that Dovetail does not implement: logits, generation, the engine and the server."""
 
+import functools
 import os
 import re
 import subprocess
@@ -12,8 +13,10 @@ import torch
 import transformers
 from refusals import refuses
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner
 
 import dovetail as dt
+from dovetail.cli.main import app
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.engine.options import EngineOptions
@@ -102,6 +105,29 @@ def test_an_engine_runs_the_module_one_sequence_at_a_time(folder):
     assert "one sequence at a time" in llm.describe()
     with refuses("path", UnsupportedError):
         llm.engine.read_weights(str(folder))
+
+
+def test_steps_are_compiled_once_per_shape(folder):
+    """Prompts of other lengths, and other settings of sampling, use the programs that are there."""
+    model = dt.load(folder, backend="torch")
+    list(model.generate(PROMPT, 4))
+    counts = model.steps.run_step._cache_size()
+    list(model.generate(PROMPT[:3], 6, temperature=0.7, top_p=0.9, seed=3))
+    assert model.steps.run_step._cache_size() == counts
+    model.logprobs(PROMPT)
+    compiled = model.steps.run_logits._cache_size()
+    model.logprobs(PROMPT[:5])
+    assert model.steps.run_logits._cache_size() == compiled
+
+
+def test_info_and_eval_take_it(folder, tmp_path):
+    (tmp_path / "texts.txt").write_text("Hello there\n\nAnd again\n")
+    run = functools.partial(CliRunner().invoke, app, env={"COLUMNS": "200"}, catch_exceptions=False)
+    shown = run(["info", str(folder), "--backend", "torch"])
+    assert shown.exit_code == 0 and "a PyTorch module run by torchax" in shown.output, shown.output
+    asked = ["eval", str(folder), "--backend", "torch", "--tasks", "loss", "--data", str(tmp_path / "texts.txt")]
+    found = run(asked)
+    assert found.exit_code == 0 and "loss" in found.output, found.output
 
 
 def test_what_the_torch_backend_cannot_do_is_refused(folder):

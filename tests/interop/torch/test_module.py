@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from refusals import refuses
 from torch import nn
 
@@ -35,6 +37,24 @@ def test_a_module_is_a_pure_function_of_its_parameters():
     for name, parameter in module.named_parameters():
         np.testing.assert_allclose(grads[name], parameter.grad, atol=1e-5, err_msg=name)
     assert isinstance(module[0].weight, nn.Parameter) and not module.training
+
+
+def test_it_is_rematerialised_and_split_over_devices():
+    """As any function of jax: jax.checkpoint, and weights and rows on a mesh of four devices."""
+    params, apply = from_module(mlp())
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
+    places = {name: P("fsdp") if name.endswith("weight") else P() for name in params}
+    split = {name: jax.device_put(x, NamedSharding(mesh, places[name])) for name, x in params.items()}
+    rows = jax.device_put(X[:4], NamedSharding(mesh, P("data")))
+
+    def loss(params, x):
+        return (jax.checkpoint(apply)(params, x) ** 2).mean()
+
+    grads = jax.jit(jax.grad(loss))(split, rows)
+    plain = jax.jit(jax.grad(lambda params: (apply(params, X[:4]) ** 2).mean()))(params)
+    for name, grad in plain.items():
+        np.testing.assert_allclose(grads[name], grad, atol=1e-5, err_msg=name)
+    assert len(grads["0.weight"].sharding.device_set) == 4
 
 
 def test_a_key_puts_the_module_in_train_mode_and_buffers_come_back():

@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 from draft_cases import Follower, after_attention, as_numpy, attention, entries_of, follow_in_chunks, random_params, rms
 from refusals import refuses
+from safetensors.numpy import load_file
 
 from dovetail.core.errors import CheckpointError, UnsupportedError
 from dovetail.core.types import Packed
-from dovetail.io.draft_folder import save_draft
+from dovetail.io.draft_folder import load_draft, save_draft
+from dovetail.io.load import load, save
 from dovetail.models.block import Residual, block
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import unembed
 from dovetail.models.draft.draft import Target
 from dovetail.models.draft.mtp import NEXTN, QWEN, SPECULATORS, Mtp
 from dovetail.models.draft.registry import parse_draft
-from dovetail.models.mtp import mtp_layer
+from dovetail.models.mtp import mtp_layer, with_mtp
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 
@@ -31,13 +33,26 @@ SIZES = dict(
     max_position_embeddings=128, num_hidden_layers=2,
 )  # fmt: skip
 LATENT = dict(
-    q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, moe_intermediate_size=24,
-    n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
+    num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+    moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2, first_k_dense_replace=1,
+    n_group=4, topk_group=2,
 )  # fmt: skip
 CONFIGS = {
     "deepseek": SIZES | LATENT | dict(model_type="deepseek_v3", num_nextn_predict_layers=1),
     "deepseek of three depths": SIZES | LATENT | dict(model_type="deepseek_v3", num_nextn_predict_layers=3),
-    "glm": SIZES | dict(model_type="glm4", num_nextn_predict_layers=1),
+    "glm": SIZES
+    | dict(
+        model_type="glm4_moe",
+        num_nextn_predict_layers=1,
+        use_qk_norm=True,
+        attention_bias=True,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+    ),
     "llama of two depths": SIZES | dict(model_type="llama", num_nextn_predict_layers=2),
     "qwen": SIZES | dict(model_type="qwen3", mtp_num_hidden_layers=1),
 }
@@ -150,6 +165,41 @@ def test_a_prefix_hit_leaves_the_entries_before_its_first_tokens(name, ends):
         np.testing.assert_array_equal(now, old)
     _, logits = f.propose(first, count=COUNT)
     np.testing.assert_allclose(logits[:, 0], expected(f, tokens, hidden, COUNT), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["glm", pytest.param("deepseek", marks=pytest.mark.thorough)])
+def test_the_drafts_of_a_published_checkpoint_are_those_of_transformers(name, tmp_path):
+    """The folder also has the copies of embedding and head. As in vLLM, the first pair has no token: here neither."""
+    import torch
+    import transformers
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    cfg = parse_config(CONFIGS[name])
+    save(tmp_path, cfg, random_params(with_mtp(spec(cfg), cfg), seed=1), None)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {f"model.layers.2.{name}.weight" for name in PUBLISHED} <= stored.keys()
+    main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    main.config.num_mtp_layers = 1
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]
+    theirs = MtpModel.from_pretrained(main)
+    tokens, hidden = sequence_data(9, 0)
+    with torch.no_grad():
+        embeddings = main.get_input_embeddings()(torch.tensor(tokens[None, 1:]))
+        embeddings[:, 0] = 0
+        places, cache = torch.arange(1, 10)[None], MtpCache(config=theirs.config)
+        states = theirs.forward_layer(0, torch.tensor(hidden[None]).float(), places, cache, inputs_embeds=embeddings)
+        logits = main.lm_head(states)[0]
+    draft, params = load_draft(tmp_path, cfg, jnp.float32, method="mtp")
+    f = Follower(draft, params, Target(load(tmp_path, dtype="f32").params, cfg))
+    for n in (1, 4, 9):
+        s = f.sequence(tokens[: n + 1], hidden[:n])
+        f.absorb((s, 0, n))
+        np.testing.assert_allclose(f.propose(s, count=1)[1][0, 0], logits[n - 1], atol=1e-4, rtol=1e-4)
+
+
+PUBLISHED = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens",
+             "mlp.experts.7.up_proj", "mlp.shared_experts.gate_proj")  # fmt: skip
 
 
 def config(**layer) -> dict:

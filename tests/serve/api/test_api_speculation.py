@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import httpx
 import jax
 import jax.numpy as jnp
 import msgspec
@@ -132,6 +133,31 @@ def test_draft_tokens_are_accepted_and_counted_for_each_answer(client):
     assert counts(several)["num_spec_steps"] > 0
     text = client.completions.create(model=MODEL, prompt="the one and the one and the", temperature=0, max_tokens=32)
     assert counts(text)["num_accepted_draft_tokens"] > 0
+
+
+def test_metrics_have_vllms_counters(server, client):
+    def counters() -> dict[str, float]:
+        return _sums(httpx.get(f"{server.url}/metrics").text.splitlines())
+
+    before, found = counters(), counts(client.chat.completions.create(**ASK))
+    gained = {name: value - before[name] for name, value in counters().items()}
+    assert gained.keys() == {f"vllm:spec_decode_num_{name}_total" for name in COUNTERS}
+    drafts, tokens, accepted, by_position = (gained[f"vllm:spec_decode_num_{name}_total"] for name in COUNTERS)
+    assert (drafts, tokens) == (found["num_spec_steps"], found["num_draft_tokens"])
+    assert 0 < accepted == by_position <= found["num_accepted_draft_tokens"]
+
+
+COUNTERS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+
+
+def _sums(lines: list[str]) -> dict[str, float]:
+    """Return each counter's sum over its labels."""
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("vllm:spec_decode"):
+            name, value = line.split("{")[0], float(line.split()[-1])
+            found[name] = found.get(name, 0.0) + value
+    return found
 
 
 def test_a_stream_has_the_counts_beside_its_usage(client):
