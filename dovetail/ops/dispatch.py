@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from platform import machine
 from typing import Any
@@ -21,7 +22,7 @@ from dovetail.core.chips import CHIPS
 from dovetail.core.formats import KV_SCALES, Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     room_of,
@@ -450,13 +451,26 @@ def loss_kernel(name: str) -> Callable:
     return kernel
 
 
-def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
-    """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
-    if not is_one_gpu(platform, placement) or not has_triton():
-        return None
-    from dovetail.ops.kernels.gpu.sample import sample
+def choose_sample(platform: str | None, placement: Placement | None, logits: Any) -> str:
+    """Return the implementation of sampling from logits [S, V]: 'mosaic', 'triton' or 'reference'."""
+    if not is_one_gpu(platform, placement):
+        return "reference"
+    if _is_hopper() and why_not_sample(logits) is None and (unmeasured() or not has_triton()):
+        return "mosaic"
+    return "triton" if has_triton() else "reference"
 
-    return sample
+
+def sample_kernel(platform: str | None, placement: Placement | None, logits: Any) -> Callable | None:
+    """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
+    name = choose_sample(platform, placement, logits)
+    if name == "reference":
+        return None
+    if name == "mosaic":
+        from dovetail.ops.kernels.gpu.mosaic.sample import sample as kernel
+    else:
+        from dovetail.ops.kernels.gpu.sample import sample as kernel
+    log_once("sampling", name)
+    return kernel
 
 
 def import_kernels(platform: str | None, quantized: bool = False) -> None:
@@ -496,6 +510,11 @@ def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
     """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
+
+
+def unmeasured() -> bool:
+    """Return whether kernels that have not been measured on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
+    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
 
 
 @functools.cache
@@ -586,11 +605,20 @@ def _small_kernels(platform: str) -> dict[str, str]:
     if why := _why_not_hopper():
         return dict.fromkeys(names, f"{rest} ({why})")
     x, qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (1, 48, 128)))
-    found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": f"{rest} (no other kernel)"}
+    found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": _sampling(platform)}
     if not has_triton():
         return found | {"rotation and store": rest, "layer norm": "mosaic"}
     stored = f"mosaic; triton for {why_not_store(qkv, 8)}"
     return found | {"rotation and store": stored, "layer norm": "triton (faster than mosaic)"}
+
+
+def _sampling(platform: str) -> str:
+    """Return the implementation of sampling on Hopper, and why it is not Mosaic's."""
+    usual, odd = (jax.ShapeDtypeStruct((1, size), jnp.float32) for size in (151_936, 50_257))
+    name = choose_sample(platform, None, usual)
+    if name == "mosaic":
+        return f"mosaic; {choose_sample(platform, None, odd)} for {why_not_sample(odd)}"
+    return f"{name} (mosaic's has not been measured)"
 
 
 def _why_not_hopper() -> str | None:
