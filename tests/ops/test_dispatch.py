@@ -192,7 +192,8 @@ def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     ctx, x, rope = paged("cuda"), array(64, 1024), Rope(10_000.0, 128)
-    assert choose_paged("cuda", heads(), 8) == "reference" and dispatch.grouped_kernel("cuda") is None
+    assert choose_paged("cuda", heads(), 8) == "reference"
+    assert dispatch.grouped_kernel("cuda", x, array(8, 1024, 1024)) is None
     assert dispatch.sample_kernel("cuda", None, x) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
     assert dispatch.norm_kernel(ctx, x) is None and dispatch.layer_norm_kernel(None, x) is None
     assert dispatch.choose_loss(None, x) == "reference"

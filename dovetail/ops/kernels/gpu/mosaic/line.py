@@ -32,6 +32,7 @@ class Line:
 
     @property
     def blocks(self) -> int:
+        """Return the number of blocks."""
         return self.ref.shape[1]
 
     def block(self, number: Any) -> jax.Array:
@@ -39,6 +40,7 @@ class Line:
         return load(self.ref, (self.row, number), BLOCK)
 
     def scale(self, logits: jax.Array) -> jax.Array:
+        """Scale logits of this row."""
         return (logits - self.top) / self.heat
 
     def sum(self, measures: Callable[[jax.Array], list[jax.Array]], count: int) -> list[jax.Array]:

@@ -1,8 +1,8 @@
 """Find the thresholds of min-p, top-k and top-p in a row of logits, for Hopper (Pallas, Mosaic GPU).
 
 The FEW blocks with the greatest maxima are looked at first, in shared memory: they hold every token above the greatest
-maximum of the others, the edge, and most thresholds lie above that. If one does not, passes over the row narrow it down.
-Thresholds are exact either way.
+maximum of the others, the edge, and most thresholds lie above that. If one does not, passes over the row narrow it
+down. Thresholds are exact either way.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def truncate(line: Line, total: jax.Array, edge: Any, found: Any, held_ref: Any,
 def _find(reach: Callable, passed: Callable, target: Any, low: Any, first: Any, high: Any) -> jax.Array:
     """Return the greatest key in [low, high) at or above which there is `target`; low is assumed to have it.
 
-    At or above `first`, `reach` tells how much there is. Below, `passed` tells it for several keys' values at once, which
-    takes a pass over the row.
+    At or above `first`, `reach` tells how much there is. Below, `passed` tells it for several keys' values at once, in
+    a pass over the row.
     """
     is_near = (first < high) & (reach(value_of(first)) >= target)
     near = greatest(lambda key: reach(value_of(key)) >= target, first, jnp.where(is_near, high, first))
