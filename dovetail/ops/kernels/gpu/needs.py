@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 LANES = 128  # of a warpgroup: its threads hold a row, each as many of its numbers
 NORM_DIM, NORM_TOKENS = 1024, 1024  # a longer row takes one warpgroup longer than Triton's warps, unless many run
-FEWEST_WORDS = 1024  # of a vocabulary: what a warpgroup reads of it at once
+FEWEST_WORDS = 1024  # what a warpgroup reads of a vocabulary at once
 STORE_TOKENS, STORE_HEADS, STORE_DIMS = 64, 4, (128, 256)
 
 
@@ -38,8 +38,8 @@ def why_not_sample(logits: Any) -> str | None:
     """Return why sampling from logits [S, V] is left to Triton, or None."""
     V = logits.shape[-1]
     if V % LANES:
-        return f"{V:,} words, not a multiple of {LANES}"
-    return f"fewer than {FEWEST_WORDS:,} words" if V < FEWEST_WORDS else None
+        return f"vocabularies that are not multiples of {LANES}"
+    return f"vocabularies below {FEWEST_WORDS:,}" if V < FEWEST_WORDS else None
 
 
 def why_not_row(x: Any) -> str | None:

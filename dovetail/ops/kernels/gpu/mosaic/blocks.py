@@ -40,6 +40,7 @@ def block_sums(logits: jax.Array, inputs: Any, interpret: Any = None) -> list[ja
     ) -> None:
         row, first = lax.axis_index("row"), lax.axis_index("program") * per
         temperature = temperature_ref[row]
+        cooled = 1 / jnp.maximum(temperature, COLDEST)  # a division per token takes as long as its exponential
 
         @pl.loop(0, jnp.minimum(per, parts - first))
         def _(i: Any) -> None:
@@ -53,7 +54,7 @@ def block_sums(logits: jax.Array, inputs: Any, interpret: Any = None) -> list[ja
 
             @pl.when(temperature > 0)
             def _() -> None:
-                store_as(masses_ref, (row, part), jnp.sum(jnp.exp(x / jnp.maximum(temperature, COLDEST)), axis=1))
+                store_as(masses_ref, (row, part), jnp.sum(jnp.exp(x * cooled), axis=1))
 
             @pl.when(wanted_ref[row] >= 0)
             def _() -> None:

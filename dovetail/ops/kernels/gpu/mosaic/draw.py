@@ -164,7 +164,7 @@ def _draw(
 
     truncates = (min_p > 0) | ((k > 0) & (k < line.blocks * BLOCK)) | (p < 1)
     block, floor, least = lax.cond(truncates, truncated, everything)
-    kept = truncate.Kept(floor, least, truncates)
+    kept = truncate.Thresholds(floor, least, truncates)
     scaled, _ = kept.weigh(line.scale(line.block(block)))
     return block * BLOCK + best_of(scaled + noise.at(_lanes() + line.blocks), _lanes())
 

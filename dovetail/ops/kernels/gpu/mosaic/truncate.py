@@ -27,7 +27,7 @@ ONE = 0x3F800000  # the key of 1
 SLACK = 1 + 2.0**-20  # for exponentials that two instructions round differently
 
 
-class Kept(NamedTuple):
+class Thresholds(NamedTuple):
     """Say which tokens of a row stay: those at least as great as `floor`, scaled, with a weight of at least `least`."""
 
     floor: jax.Array
@@ -80,7 +80,9 @@ def hold_few(line: Line, maxima: jax.Array, numbers: jax.Array, held_ref: Any, i
     return jnp.max(jnp.where(chosen, -jnp.inf, maxima)), found
 
 
-def truncate(line: Line, total: jax.Array, edge: Any, found: Any, held_ref: Any, k: Any, p: Any, min_p: Any) -> Kept:
+def truncate(
+    line: Line, total: jax.Array, edge: Any, found: Any, held_ref: Any, k: Any, p: Any, min_p: Any
+) -> Thresholds:
     """Return what stays: `total` is the weight of the row, `edge` and `found` are from `hold_few`."""
     layout = plgpu.Layout.WG_STRIDED((FEW, BLOCK), vec_size=8)
     scaled = line.scale(load_as(held_ref, (slice(None), slice(None)), layout))
@@ -123,7 +125,7 @@ def truncate(line: Line, total: jax.Array, edge: Any, found: Any, held_ref: Any,
         return value_of(_find(reach, passed, target, jnp.int32(0), first, jnp.int32(ONE + 1)))
 
     least = lax.cond(p < 1, by_weight, lambda: jnp.float32(0))
-    return Kept(floor, least, (floor > edge) | (jnp.exp(edge) * SLACK < least))
+    return Thresholds(floor, least, (floor > edge) | (jnp.exp(edge) * SLACK < least))
 
 
 def _find(reach: Callable, passed: Callable, target: Any, low: Any, first: Any, high: Any) -> jax.Array:
