@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 THREADS, WARPS = 128, 4  # of a warpgroup
 # What a kernel computes for scalars too: the default in jax 0.10, and not in 0.12
 BY_LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_STORE: Any = getattr(plgpu, "store", None)  # jax 0.10 has none, and does not insist on whole transactions
 _TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
@@ -51,10 +52,10 @@ def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True, dtype: 
 
 def store_as(ref: Any, index: tuple, x: jax.Array) -> None:
     """Store numbers that are too few for whole transactions of the memory."""
-    if hasattr(plgpu, "store"):  # not in jax 0.10, which does not insist on them
-        plgpu.store(ref.at[index], x, optimized=False)
-    else:
+    if _STORE is None:
         ref[index] = x
+    else:
+        _STORE(ref.at[index], x, optimized=False)
 
 
 def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
