@@ -64,8 +64,10 @@ def _rollout(llm) -> None:
 
 def _sampling(llm) -> None:
     drawn = dict(temperature=0.8, top_p=0.95, top_k=50)
+    penalties = dict(presence_penalty=0.5, repetition_penalty=1.1)
     asked = [
         (64, "greedy", {}), (64, "temperature 0.8, top_p 0.95, top_k 50", drawn),
+        (64, "presence_penalty 0.5, repetition_penalty 1.1", penalties),
         (256, "greedy", {}), (256, "logprobs=1", dict(logprobs=1)),
         (256, "temperature 1, logprobs=0", dict(temperature=1, logprobs=0)),
     ]  # fmt: skip

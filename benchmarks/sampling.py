@@ -1,15 +1,17 @@
-"""What sampling costs beyond the greedy token, on a GPU: microseconds per step in a loop on the device, as an engine's.
+"""Sampling on a GPU in Triton, Mosaic GPU and XLA: microseconds per step in a loop on the device, as an engine's.
 
-PYTHONPATH=. python benchmarks/sampling.py [--rows 1 64 256 512] [--vocab 128256 151936] [--set WARPS=8 UNROLL=2]
+PYTHONPATH=. python benchmarks/sampling.py [--rows 1 8 64 256] [--vocab 128256 151936] [--only triton mosaic xla]
 
-Each step makes its logits anew (the kernels change them in place); what that takes is measured alone and taken off.
-Then kernel and reference are compared over rows of every kind. `--set` changes numbers of ops.kernels.gpu.sample.
+The kernels are compared with the reference over rows of every kind first, then timed. Each step makes its logits anew
+(the kernels change them in place); what that takes is measured alone and taken off. The floor is the time to read the
+logits once at 4.17 TB/s, an H200's rate of copying. `--set WARPS=8 UNROLL=2` changes numbers of ops.kernels.gpu.sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable
 
@@ -19,8 +21,11 @@ import numpy as np
 from jax import lax
 
 from dovetail.ops import sample as ops
-from dovetail.ops.kernels.gpu import sample as gpu
+from dovetail.ops.kernels.gpu import sample as triton
+from dovetail.ops.kernels.gpu.mosaic import adjust as mosaic_adjust
+from dovetail.ops.kernels.gpu.mosaic import sample as mosaic
 
+RATE = 4.17e12
 STEPS, TOP, BIAS = 20, 20, 512
 SEEN = 1 / 256  # the share of the vocabulary in a row's history: some hundred tokens
 
@@ -81,12 +86,19 @@ def greedy(logits, inputs, history):
     return ops.argmax(logits)
 
 
-def kernel(logits, inputs, history):
-    return gpu.sample(logits, inputs, history, TOP)
+def in_triton(logits, inputs, history):
+    return triton.sample(logits, inputs, history, TOP)
+
+
+def in_mosaic(logits, inputs, history):
+    return mosaic.sample(logits, inputs, history, TOP)
 
 
 def reference(logits, inputs, history):
     return ops.sample(logits, inputs, history, TOP, platform="cpu")
+
+
+KERNELS = {"triton": (in_triton, triton.adjust), "mosaic": (in_mosaic, mosaic_adjust.adjust)}
 
 
 def microseconds(choose: Callable, calls: int, *given) -> float:
@@ -100,33 +112,37 @@ def microseconds(choose: Callable, calls: int, *given) -> float:
     return float(np.median(taken)) / STEPS * 1e6
 
 
-def measure(S: int, V: int, calls: int, reference_calls: int) -> None:
+def measure(S: int, V: int, names: list[str], calls: int, reference_calls: int) -> None:
     noise = jax.random.normal(jax.random.key(0), (S, V))
     counts, seen = jax.random.randint(jax.random.key(1), (S, V), 1, 4), jax.random.uniform(jax.random.key(2), (S, V))
     history = jnp.where(seen < SEEN, counts, 0)
-    made, argmax = None, 0.0
+    made = None
     for name, asks in CASES.items():
         given = noise * asks.get("sd", 10.0), make_inputs([asks] * S, V), history
         if made is None:
             made = microseconds(nothing, calls, *given)
-            argmax = microseconds(greedy, calls, *given) - made
-            print(f"{S:5} {V:8} {'(making the logits)':22} {made:9.1f}", flush=True)
-            print(f"{S:5} {V:8} {'argmax alone':22} {argmax:9.1f}", flush=True)
-        ours = microseconds(kernel, calls, *given) - made
-        line = f"{S:5} {V:8} {name:22} {ours:9.1f} {ours - argmax:11.1f}"
-        if reference_calls:
-            line += f" {microseconds(reference, reference_calls, *given) - made:11.1f}"
+            argmax, floor = microseconds(greedy, calls, *given) - made, S * V * 4 / RATE * 1e6
+            print(f"{S:5} {V:8} making the logits {made:.1f}, argmax alone {argmax:.1f}, floor {floor:.1f}", flush=True)
+        line = f"{S:5} {V:8} {name:22}"
+        for each in names:
+            run, often = (reference, reference_calls) if each == "xla" else (KERNELS[each][0], calls)
+            try:
+                line += f" {microseconds(run, often, *given) - made:11.1f}"
+            except Exception as error:
+                line += f" {type(error).__name__:>11.11}"
+                print(f"{each}: {error}", flush=True)
         print(line, flush=True)
 
 
-def compare(S: int, V: int, sd: float) -> None:
-    """Tokens, ranks and lists of kernel and reference, over rows of all the cases and hotter ones."""
+def compare(name: str, S: int, V: int, sd: float) -> None:
+    """Compare tokens, ranks and lists of kernel and reference, over rows of all the cases and hotter ones."""
+    kernel, adjust = KERNELS[name]
     asks = [{**ask, "top_logprobs": ask.get("top_logprobs", 0)} for ask in CASES.values()]
     asks += [dict(temperature=1.0, top_k=1000), dict(temperature=2.0, top_p=0.999), dict(temperature=1.0, min_p=0.01)]
     asks += [dict(temperature=1.0, top_k=3, slot=True, repetition=1.2, bias=4, mask_until=ops.FOREVER, top_logprobs=20)]
     inputs = make_inputs([asks[row % len(asks)] for row in range(S)], V)
     history = jax.random.randint(jax.random.key(1), (S, V), 0, 4)
-    wrong, total, far = np.zeros(3, int), 0, 0.0
+    wrong, total, far, bits = np.zeros(3, int), 0, 0.0, 0
     for turn in range(4):
         logits = sd * jax.random.normal(jax.random.key(turn), (S, V))
         theirs, scores = jax.jit(reference)(logits, ops.advance(inputs, turn), history)
@@ -135,10 +151,9 @@ def compare(S: int, V: int, sd: float) -> None:
         ranks = np.asarray(own_scores[1] != scores[1]) & same
         wrong += [(~same).sum(), ranks.sum(), np.asarray(own_scores[3] != scores[3]).any(axis=1).sum()]
         total, far = total + S, max(far, float(np.abs(np.asarray(own_scores[0] - scores[0]))[same].max()))
-        adjusted = ops.adjust(logits, inputs, history) != gpu.adjust(logits + 0, inputs, history)
-        bits = int(jnp.sum(adjusted))
+        bits = int(jnp.sum(ops.adjust(logits, inputs, history) != adjust(logits + 0, inputs, history)))
     print(
-        f"sd {sd:4}: of {total} rows of {V}, {wrong[0]} tokens, {wrong[1]} ranks, {wrong[2]} lists differ; "
+        f"{name}, sd {sd:4}: of {total} rows of {V}, {wrong[0]} tokens, {wrong[1]} ranks, {wrong[2]} lists differ; "
         f"log-probabilities by {far:.1e} at most; adjusted logits: {bits} of {S * V} in their last bits",
         flush=True,
     )
@@ -146,23 +161,26 @@ def compare(S: int, V: int, sd: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 256, 512])
-    parser.add_argument("--vocab", nargs="+", type=int, default=[128_256, 151_936])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--vocab", nargs="+", type=int, default=[151_936])
+    parser.add_argument("--only", nargs="+", choices=[*KERNELS, "xla"], default=[*KERNELS, "xla"])
     parser.add_argument("--calls", type=int, default=50)
-    parser.add_argument("--reference-calls", type=int, default=3, help="it is slow; 0: leave it out")
+    parser.add_argument("--reference-calls", type=int, default=3, help="it is slow")
     parser.add_argument("--check-rows", type=int, default=180, help="compared, four times for each deviation; 0: none")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER")
     args = parser.parse_args()
     for name, _, value in (item.partition("=") for item in args.set):
-        setattr(gpu, name, type(getattr(gpu, name))(int(value)))
+        setattr(triton, name, type(getattr(triton, name))(int(value)))
     print(jax.__version__, jax.devices()[0].device_kind, *args.set)
-    for V in args.vocab if args.check_rows else []:
-        for sd in (1.0, 3.0, 10.0):
-            compare(args.check_rows, V, sd)
-    print(f"{'rows':>5} {'vocab':>8} {'every row asks':22} {'us a step':>9} {'over argmax':>11} {'reference':>11}")
-    for V in args.vocab:
-        for S in args.rows:
-            measure(S, V, args.calls, args.reference_calls)
+    kernels = [name for name in args.only if name in KERNELS]
+    for name, V, sd in itertools.product(kernels, args.vocab if args.check_rows else [], (1.0, 3.0, 10.0)):
+        try:
+            compare(name, args.check_rows, V, sd)
+        except Exception as error:  # the other kernels are measured all the same
+            print(f"{name}: {error}", flush=True)
+    print(f"{'rows':>5} {'vocab':>8} {'every row asks':22}", *(f"{name:>11}" for name in args.only))
+    for V, S in itertools.product(args.vocab, args.rows):
+        measure(S, V, args.only, args.calls, args.reference_calls)
 
 
 if __name__ == "__main__":

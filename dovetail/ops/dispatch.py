@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from platform import machine
 from typing import Any, cast
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from dovetail.core.formats import KV_SCALES, Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     whole,
@@ -446,13 +447,26 @@ def loss_kernel(name: str) -> Callable:
     return kernel
 
 
-def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
-    """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
-    if not is_one_gpu(platform, placement) or not has_triton():
-        return None
-    from dovetail.ops.kernels.gpu.sample import sample
+def choose_sample(platform: str | None, placement: Placement | None, logits: Any) -> str:
+    """Return the implementation of sampling from logits [S, V]: 'mosaic', 'triton' or 'reference'."""
+    if not is_one_gpu(platform, placement):
+        return "reference"
+    if is_hopper() and why_not_sample(logits) is None and (unmeasured() or not has_triton()):
+        return "mosaic"
+    return "triton" if has_triton() else "reference"
 
-    return sample
+
+def sample_kernel(platform: str | None, placement: Placement | None, logits: Any) -> Callable | None:
+    """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
+    name = choose_sample(platform, placement, logits)
+    if name == "reference":
+        return None
+    if name == "mosaic":
+        from dovetail.ops.kernels.gpu.mosaic.sample import sample as kernel
+    else:
+        from dovetail.ops.kernels.gpu.sample import sample as kernel
+    log_once("sampling", name)
+    return kernel
 
 
 def import_kernels(platform: str | None, quantized: bool = False) -> None:
@@ -492,6 +506,11 @@ def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
     """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
+
+
+def unmeasured() -> bool:
+    """Return whether kernels that have not been measured on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
+    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
 
 
 @functools.cache

@@ -5,7 +5,8 @@ temperature, min-p, top-k, and top-p over what those leave (`choose`). A row dra
 so that its tokens do not depend on its row, its batch or its neighbours.
 
 One program serves every kind of request: expensive parts are under a branch on whether any row needs them. On an NVIDIA
-GPU, where a branch waits for the host, kernels replace all of it (ops.kernels.gpu.sample).
+GPU, where a branch waits for the host, kernels replace all of it (ops.kernels.gpu.sample, and
+ops.kernels.gpu.mosaic.sample for Hopper).
 
 S rows, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens per row, N slots of the history table.
 """
@@ -312,7 +313,7 @@ def sample(
 
     The scores are of the adjusted logits, as from `score` with `top_logprobs` and `top`.
     """
-    if kernel := sample_kernel(platform, placement):
+    if kernel := sample_kernel(platform, placement, logits):
         return kernel(logits, inputs, history, top)
     logits = adjust(logits, inputs, history)
     tokens = choose(logits, inputs, placement)

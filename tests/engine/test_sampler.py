@@ -325,6 +325,15 @@ def test_history_row_of_a_prompt(sampler):
     assert {int(v): int(row[v]) for v in np.flatnonzero(row)} == {5: 1, 6: 3, 7: 4}
 
 
+def test_a_slot_of_a_step_that_failed_is_written_for_its_next_sequence(sampler):
+    failed, lost, seq = (make(prompt=prompt, slot=3, presence_penalty=1.0) for prompt in ((5, 6), (7,), (6, 8)))
+    lost.slot = None
+    with pytest.raises(AssertionError):
+        sampler.inputs(plan_for(failed, lost), 2)
+    sampler.inputs(plan_for(seq), 1)
+    assert np.flatnonzero(np.asarray(sampler.history)[3]).tolist() == [6, 8]
+
+
 def test_history_rows_of_many_sequences_are_written_in_parts(monkeypatch):
     monkeypatch.setattr(sampler_module, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(sampler_module, "COUNTS_AT_ONCE", 4)

@@ -193,10 +193,26 @@ def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     ctx, x, rope = paged("cuda"), array(64, 1024), Rope(10_000.0, 128)
-    assert choose_paged("cuda", heads(), 8) == "reference" and dispatch.choose_grouped("cuda", x, x) == "xla"
-    assert dispatch.sample_kernel("cuda", None) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
+    assert choose_paged("cuda", heads(), 8) == "reference"
+    assert dispatch.grouped_kernel("cuda", x, array(8, 1024, 1024)) is None
+    assert dispatch.sample_kernel("cuda", None, x) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
     assert dispatch.norm_kernel(ctx, x) is None and dispatch.layer_norm_kernel(None, x) is None
     assert dispatch.choose_loss(None, x) == "reference"
     monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert dispatch.choose_norm(ctx, x) == dispatch.choose_loss(None, x) == "mosaic"
     assert dispatch.layer_norm_kernel(None, x).__module__.endswith("mosaic.layer_norm")
+    assert dispatch.choose_sample("cuda", None, x) == "mosaic"
+    assert dispatch.choose_sample("cuda", None, array(64, 50_257)) == "reference"
+
+
+def test_sampling_in_mosaic_is_chosen_on_request_until_it_has_been_measured(monkeypatch):
+    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
+    logits, odd, few = (array(64, V, dtype=jnp.float32) for V in (151_936, 50_257, 512))
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
+    assert dispatch.choose_sample("cuda", None, logits) == "triton"
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    assert dispatch.choose_sample("cuda", None, logits) == "mosaic"
+    assert dispatch.sample_kernel("cuda", None, logits).__module__.endswith("mosaic.sample")
+    assert dispatch.choose_sample("cuda", None, odd) == dispatch.choose_sample("cuda", None, few) == "triton"
+    monkeypatch.delenv("DOVETAIL_UNMEASURED_KERNELS")
+    assert dispatch.choose_sample("cuda", None, logits) == "triton"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from described import a_device
+from described import TRITON, a_device, a_mesh
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
@@ -107,3 +109,15 @@ def test_cross_entropy_lowers_for_cuda():
     with a_device("cuda"):
         text = run.trace(*args, jax.ShapeDtypeStruct((8,), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
     assert "cross_entropy_rows" in text
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax warns of Triton since 0.11")
+def test_jax_warns_of_triton_and_the_warning_is_not_shown_to_users():
+    """Python shows a DeprecationWarning of code in `__main__` only; this one is of jax's own code."""
+    run = jax.jit(functools.partial(add_rms_norm, eps=1e-5, offset=1.0))
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 128), (128,)))
+    with warnings.catch_warnings(record=True) as found, jax.sharding.use_abstract_mesh(a_mesh({})):
+        warnings.simplefilter("always")
+        run.trace(x, x, weight).lower(lowering_platforms=("cuda",))
+    assert [TRITON in str(warning.message) for warning in found] == [True]
+    assert f"{os.sep}jax{os.sep}" in found[0].filename and found[0].category is DeprecationWarning

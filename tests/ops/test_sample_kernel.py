@@ -14,10 +14,12 @@ from jax.experimental import pallas as pl
 from dovetail.ops import sample as ops
 from dovetail.ops.dispatch import sample_kernel
 from dovetail.ops.kernels.gpu import sample as gpu
+from dovetail.ops.kernels.gpu.keys import LOWEST, NONE, TOP, key_of
+from dovetail.ops.kernels.gpu.noise import Noise
 
 pytestmark = pytest.mark.slow
 
-TOP = 20
+LISTED = 20
 BIAS = 6
 
 # What a row asks; "logits" says how its logits are made, "repeat" how many rows with seeds of their own.
@@ -112,8 +114,8 @@ kernel = jax.jit(functools.partial(gpu.sample, interpret=True), static_argnames=
 
 def compare(V: int, names=KINDS, seed: int = 0) -> None:
     logits, inputs, history, rows = batch(V, names, seed)
-    tokens, (value, rank, top, ids) = map_tree(kernel(logits, inputs, history, TOP))
-    want_tokens, (want_value, want_rank, want_top, want_ids) = map_tree(reference(logits, inputs, history, TOP))
+    tokens, (value, rank, top, ids) = map_tree(kernel(logits, inputs, history, LISTED))
+    want_tokens, (want_value, want_rank, want_top, want_ids) = map_tree(reference(logits, inputs, history, LISTED))
     wrong = [name for name, a, b in zip(rows, tokens, want_tokens, strict=True) if a != b]
     assert not wrong, wrong
     assert (rank == want_rank).all() and (ids == want_ids).all()
@@ -188,7 +190,7 @@ def thresholds(logits, k, p, min_p) -> np.ndarray:
         row, blocks = pl.program_id(0), jnp.arange(1 << (count - 1).bit_length())
         maxima = gpu.plgpu.load(maxima_ref.at[row, blocks], mask=blocks < count, other=-jnp.inf)
         line = gpu._Line(logits_ref, few_ref, room_ref, row, jnp.float32(0), jnp.float32(1), 256, True)
-        keys = jnp.where(blocks < count, gpu._key(maxima), gpu.NONE)
+        keys = jnp.where(blocks < count, key_of(maxima), NONE)
         floor_ref[row], least_ref[row], *_ = gpu._truncate(line, keys, k_ref[row], p_ref[row], min_p_ref[row])
 
     shapes = [((S,), jnp.int32), ((S,), jnp.float32), ((S, gpu.FEW), jnp.int32), ((S, gpu.ROOM), jnp.float32)]
@@ -196,7 +198,7 @@ def thresholds(logits, k, p, min_p) -> np.ndarray:
     floor, least, *_ = jax.jit(pl.pallas_call(program, grid=(S,), out_shape=out_shape, interpret=True))(
         k, p, min_p, maxima, logits
     )
-    keep = (gpu._key(jnp.asarray(logits)) >= floor[:, None]) & (jnp.exp(logits) >= least[:, None])
+    keep = (key_of(jnp.asarray(logits)) >= floor[:, None]) & (jnp.exp(logits) >= least[:, None])
     return np.where(keep, logits, -np.inf)
 
 
@@ -204,12 +206,12 @@ def test_the_noise_equals_jaxs():
     hi, lo, position = (jnp.asarray(x, jnp.uint32) for x in (5, 2**32 - 7, 123))
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.stack([hi, lo]), impl="threefry2x32"), position)
     want = ops._gumbel(jax.random.bits(key, (300,), jnp.uint32))
-    np.testing.assert_array_equal(gpu._Noise(hi, lo, position.astype(jnp.int32)).at(jnp.arange(300)), want)
+    np.testing.assert_array_equal(Noise(hi, lo, position.astype(jnp.int32)).at(jnp.arange(300)), want)
 
 
 def test_duplicated_constants_agree():
     assert (gpu.BLOCK, gpu.COLDEST) == (ops.BLOCK, ops.COLDEST)
-    assert int(gpu._key(jnp.float32(-jnp.inf))) == gpu.LOWEST and int(gpu._key(jnp.float32(-0.0))) == gpu.TOP
+    assert int(key_of(jnp.float32(-jnp.inf))) == LOWEST and int(key_of(jnp.float32(-0.0))) == TOP
 
 
 @pytest.mark.parametrize(("S", "V"), [(1, 49_152), (512, 151_936)])
@@ -219,7 +221,7 @@ def test_it_lowers_for_cuda(S, V):
     inputs = jax.tree.map(shape, inputs)
     inputs = ops.replace(inputs, mask=jax.ShapeDtypeStruct((S, -(-V // 32)), jnp.uint32))
     given = jax.ShapeDtypeStruct((S, V), jnp.float32), inputs, jax.ShapeDtypeStruct((2, V), jnp.int32)
-    run = jax.jit(functools.partial(ops.sample, top=TOP, platform="cuda"))
+    run = jax.jit(functools.partial(ops.sample, top=LISTED, platform="cuda"))
     with a_device("cuda"):
         text = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert "adjust_logits" in text and "draw_tokens" in text
@@ -227,5 +229,6 @@ def test_it_lowers_for_cuda(S, V):
 
 
 def test_the_kernel_is_for_one_nvidia_gpu():
-    assert sample_kernel("cuda", None) is gpu.sample
-    assert sample_kernel("cpu", None) is None and sample_kernel("tpu", None) is None
+    logits = jax.ShapeDtypeStruct((4, 151_936), jnp.float32)
+    assert sample_kernel("cuda", None, logits) is gpu.sample
+    assert sample_kernel("cpu", None, logits) is None and sample_kernel("tpu", None, logits) is None

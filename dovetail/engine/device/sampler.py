@@ -77,7 +77,7 @@ class Sampler:
         self._history: jax.Array | None = None
         self._history_sharding = history_sharding
         self._write_counts = jax.jit(_write_counts, donate_argnums=0, out_shardings=history_sharding)
-        self._unwritten: list[tuple[int, Sequence]] = []  # slots of the history that were taken
+        self._unwritten: dict[int, Sequence] = {}  # who has taken a slot in the history
         self._holder: list[SamplingState | None] = [None] * max_rows  # whose numbers are in each slot
         self._numbers = np.tile(
             SamplingState().numbers, (max_rows + 1, 1)
@@ -257,14 +257,15 @@ class Sampler:
         assert seq.slot is not None
         if state.history_of != (seq.slot, seq.preemptions):
             assert known, f"{seq.id}: its tokens must be known when it takes a slot"
-            self._unwritten.append((seq.slot, seq))
+            self._unwritten[seq.slot] = seq  # and not one whose step failed before this was written
             state.history_of = (seq.slot, seq.preemptions)
         return seq.slot
 
     def _write_history(self) -> None:
         """Write the rows of sequences that have taken a slot: whole rows from the host would be 600 KB each."""
-        while self._unwritten:
-            taken, self._unwritten = self._unwritten[:ROWS_AT_ONCE], self._unwritten[ROWS_AT_ONCE:]
+        unwritten, self._unwritten = [*self._unwritten.items()], {}
+        for first in range(0, len(unwritten), ROWS_AT_ONCE):
+            taken = unwritten[first : first + ROWS_AT_ONCE]
             counts = np.concatenate([_counts_of(slot, seq) for slot, seq in taken], axis=1)
             slots = np.full(ROWS_AT_ONCE, self.max_rows, np.int32)
             slots[: len(taken)] = [slot for slot, _ in taken]

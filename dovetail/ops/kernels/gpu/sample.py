@@ -29,7 +29,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-BLOCK, COLDEST = 128, 1e-5  # as in ops.sample, which a kernel may not import
+from dovetail.ops.kernels.gpu.keys import LOWEST, NONE, TOP, greatest, halve, key_of, value_of
+from dovetail.ops.kernels.gpu.noise import BLOCK, COLDEST, Noise
+
 # Tokens that a program adjusts at a time, 8 for each thread, and how often: few programs find nothing to do.
 CHUNK, CHUNKS = 2048, 8
 FEW = 64  # blocks that are looked at first
@@ -40,9 +42,6 @@ WARPS = 16  # of a program that draws
 PER_THREAD, UNROLL = 8, 1
 THRESHOLDS = 4  # tried in one pass over a row
 GATHER = True  # whether a search ends in tokens that are held at once, or goes on by passes to the last bit
-NONE = -(2**31)  # a key below all others
-LOWEST = -2139095041  # the key of -inf
-TOP = 0  # the key of 0, which the greatest of a scaled row is
 
 Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -196,8 +195,8 @@ def _draw_kernel(
     )  # fmt: skip
 
     def draw_one():
-        keys = jnp.where(blocks < count, _key(line.scale(maxima)), NONE)
-        noise = _Noise(hi_ref[row], lo_ref[row], position_ref[row])
+        keys = jnp.where(blocks < count, key_of(line.scale(maxima)), NONE)
+        noise = Noise(hi_ref[row], lo_ref[row], position_ref[row])
         return _draw(line, keys, count, noise, k_ref[row], p_ref[row], min_p_ref[row])
 
     def likeliest():
@@ -211,7 +210,7 @@ def _draw_kernel(
 
     def score():
         total, rank = _score(line, token)
-        keys = jnp.where(blocks < count, _key(maxima), NONE)
+        keys = jnp.where(blocks < count, key_of(maxima), NONE)
         _list(line, keys, jnp.minimum(wanted, top), total, values_ref, ids_ref)
         return logits_ref[row, token] - total, rank
 
@@ -277,15 +276,6 @@ def _places(blocks: jax.Array) -> jax.Array:
     return blocks[:, None] * BLOCK + jnp.arange(BLOCK)[None, :]
 
 
-def _key(x: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0 and must tie with it
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _value(key: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
-
-
 # --- truncation -------------------------------------------------------------------------------------------------------
 
 
@@ -306,24 +296,24 @@ def _truncate(line: _Line, block_keys: jax.Array, k: jax.Array, p: jax.Array, mi
         """Return the greatest key with at least this many tokens, or this much weight, at or above it."""
 
         def reach(key):
-            return jnp.sum(jnp.where(scaled >= _value(key), weights if by_mass else 1.0, 0.0))
+            return jnp.sum(jnp.where(scaled >= value_of(key), weights if by_mass else 1.0, 0.0))
 
         first = jnp.maximum(floor, edge + 1)  # of the tokens below it, some are in other blocks
-        held, above = reach(first), jnp.sum((scaled >= _value(first)).astype(jnp.int32))
+        held, above = reach(first), jnp.sum((scaled >= value_of(first)).astype(jnp.int32))
         return lax.cond(
             held >= target,
-            lambda: _greatest(lambda key: reach(key) >= target, first, jnp.int32(TOP + 1)),
+            lambda: greatest(lambda key: reach(key) >= target, first, jnp.int32(TOP + 1)),
             lambda: _search(line, target, floor, first, held, above, by_mass),
         )
 
     def keep_p(floor):
-        few = jnp.sum(jnp.where(scaled >= _value(floor), weights, 0.0))
+        few = jnp.sum(jnp.where(scaled >= value_of(floor), weights, 0.0))
         total = _if(floor <= edge, lambda: _mass(line, floor), few)
-        return jnp.exp(_value(find(p * total, floor, True)))
+        return jnp.exp(value_of(find(p * total, floor, True)))
 
     lowest = jnp.int32(LOWEST)
     by_k = _if((k > 0) & (k < line.size), lambda: find(k.astype(jnp.float32), lowest, False), lowest)
-    floor = jnp.maximum(_key(jnp.log(min_p)), by_k)
+    floor = jnp.maximum(key_of(jnp.log(min_p)), by_k)
     return floor, _if(p < 1, lambda: keep_p(floor), jnp.float32(0)), edge, number
 
 
@@ -335,7 +325,7 @@ def _first_blocks(line: _Line, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     # a cutoff that is a little high leaves out a block or two: half the bits are enough
     all_fit = ~too_many(jnp.int32(LOWEST))
-    cutoff = _halve(too_many, jnp.int32(LOWEST), jnp.int32(TOP + 1), 18)[1]
+    cutoff = halve(too_many, jnp.int32(LOWEST), jnp.int32(TOP + 1), 18)[1]
     chosen = keys >= jnp.where(all_fit, LOWEST, cutoff)
     place = jnp.where(chosen, lax.cumsum(chosen.astype(jnp.int32)) - 1, FEW)
     plgpu.store(line.few_ref.at[line.row, place], jnp.arange(keys.shape[0]), mask=chosen)
@@ -343,27 +333,10 @@ def _first_blocks(line: _Line, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.max(jnp.where(chosen, NONE, keys)), jnp.sum(chosen.astype(jnp.int32))
 
 
-def _halve(holds: Callable, low: jax.Array, high: jax.Array, turns: int) -> tuple[jax.Array, jax.Array]:
-    """Narrow the interval between low, which holds or is assumed to, and high, which does not."""
-
-    def turn(_, bounds):
-        low, high = bounds
-        middle = low + ((high - low) >> 1)
-        yes = holds(middle)
-        return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
-
-    return lax.fori_loop(0, turns, turn, (low, high))
-
-
-def _greatest(holds: Callable, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the greatest key in [low, high) that holds; low is assumed to."""
-    return _halve(holds, low, high, 31)[0]
-
-
 def _mass(line: _Line, floor: jax.Array) -> jax.Array:
     def add(_, logits, total):
         scaled = line.scale(logits)
-        return total + jnp.where(scaled >= _value(floor), jnp.exp(scaled), 0.0)
+        return total + jnp.where(scaled >= value_of(floor), jnp.exp(scaled), 0.0)
 
     return jnp.sum(line.fold(add, jnp.zeros(line.part, jnp.float32)))
 
@@ -388,7 +361,7 @@ def _search(line: _Line, target, low, high, held, above, by_mass: bool) -> jax.A
 
         def add(_, logits, sums):
             scaled = line.scale(logits)
-            over = [scaled >= _value(key) for key in keys]
+            over = [scaled >= value_of(key) for key in keys]
             counts = [count + x.astype(jnp.int32) for count, x in zip(sums[0], over, strict=True)]
             if not by_mass:
                 return counts, []
@@ -422,7 +395,7 @@ def _search_held(line: _Line, target, low, high, held, by_mass: bool) -> jax.Arr
     def gather(start, logits, number):
         scaled = line.scale(logits)
         inside = start + jnp.arange(line.part) < line.size
-        chosen = (scaled >= _value(low)) & (scaled < _value(high)) & inside
+        chosen = (scaled >= value_of(low)) & (scaled < value_of(high)) & inside
         place = jnp.where(chosen, number + lax.cumsum(chosen.astype(jnp.int32)) - 1, line.room_ref.shape[1])
         plgpu.store(line.room_ref.at[line.row, place], scaled, mask=chosen)
         return number + jnp.sum(chosen.astype(jnp.int32))
@@ -433,13 +406,13 @@ def _search_held(line: _Line, target, low, high, held, by_mass: bool) -> jax.Arr
     lanes = jnp.arange(ROOM)
     scaled = plgpu.load(line.room_ref.at[line.row, lanes], mask=lanes < number, other=-jnp.inf)
     weights = jnp.exp(scaled) if by_mass else 1.0
-    return _greatest(lambda key: held + jnp.sum(jnp.where(scaled >= _value(key), weights, 0.0)) >= target, low, high)
+    return greatest(lambda key: held + jnp.sum(jnp.where(scaled >= value_of(key), weights, 0.0)) >= target, low, high)
 
 
 # --- the draw ---------------------------------------------------------------------------------------------------------
 
 
-def _draw(line: _Line, block_keys: jax.Array, count: int, noise: _Noise, k, p, min_p) -> jax.Array:
+def _draw(line: _Line, block_keys: jax.Array, count: int, noise: Noise, k, p, min_p) -> jax.Array:
     """Draw a token, as ops.sample.gumbel_argmax does after truncate: a block by its weight, then a token of it."""
     truncates = (min_p > 0) | ((k > 0) & (k < line.size)) | (p < 1)
     everything = jnp.int32(LOWEST), jnp.float32(0), jnp.int32(TOP), jnp.int32(0)
@@ -448,7 +421,7 @@ def _draw(line: _Line, block_keys: jax.Array, count: int, noise: _Noise, k, p, m
     def weigh(logits):
         scaled = line.scale(logits)
         weight = jnp.exp(scaled)
-        kept = (scaled >= _value(floor)) & (weight >= least)
+        kept = (scaled >= value_of(floor)) & (weight >= least)
         return jnp.where(kept, scaled, -jnp.inf), jnp.where(kept, weight, 0.0)
 
     def from_few():
@@ -473,41 +446,11 @@ def _draw(line: _Line, block_keys: jax.Array, count: int, noise: _Noise, k, p, m
         mass = plgpu.load(line.room_ref.at[line.row, blocks], mask=blocks < count, other=0.0)
         return jnp.argmax(jnp.log(mass) + noise.at(blocks))
 
-    few = (floor > edge) | (jnp.exp(_value(edge)) < least)  # whether no other block has a token that stays
+    few = (floor > edge) | (jnp.exp(value_of(edge)) < least)  # whether no other block has a token that stays
     block = lax.cond(few, from_few, from_all)
     lanes = jnp.arange(BLOCK)
     scaled, _ = weigh(line.read(block * BLOCK + lanes))
     return block * BLOCK + jnp.argmax(scaled + noise.at(count + lanes))
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """Generate a row's Gumbel noise, as in ops.sample: jax.random's bits of its seed and position.
-
-    They are those with jax_threefry_partitionable, the default.
-    """
-
-    hi: Any
-    lo: Any
-    position: Any
-
-    def at(self, index: jax.Array) -> jax.Array:
-        key = _threefry(self.hi, self.lo, jnp.uint32(0), self.position.astype(jnp.uint32))
-        a, b = _threefry(*key, jnp.zeros(index.shape, jnp.uint32), index.astype(jnp.uint32))
-        u = jnp.minimum(((a ^ b).astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-        return -jnp.log(-jnp.log1p(-u))
-
-
-def _threefry(k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
-    keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
-    x0, x1 = x0 + k0, x1 + k1
-    for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << jnp.uint32(turn)) | (x1 >> jnp.uint32(32 - turn))) ^ x0
-        x0, x1 = x0 + keys[(group + 1) % 3], x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
-    return x0, x1
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
@@ -539,9 +482,9 @@ def _list(line: _Line, keys: jax.Array, number: jax.Array, total: jax.Array, val
         keys, last, last_id = carry
         key, block = jnp.max(keys), jnp.argmax(keys)
         at = block * BLOCK + lanes
-        tokens = jnp.where(at < line.size, _key(line.read(at)), NONE)
+        tokens = jnp.where(at < line.size, key_of(line.read(at)), NONE)
         token = jnp.min(jnp.where(left(tokens, at, last, last_id) == key, at, line.size - 1))
-        values_ref[line.row, i], ids_ref[line.row, i] = _value(key) - total, token
+        values_ref[line.row, i], ids_ref[line.row, i] = value_of(key) - total, token
         return jnp.where(blocks == block, jnp.max(left(tokens, at, key, token)), keys), key, token
 
     lax.fori_loop(0, number, turn, (keys, jnp.int32(2**31 - 1), jnp.int32(-1)))

@@ -7,9 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-THREADS = 128  # of a warpgroup
+THREADS, WARPS = 128, 4  # of a warpgroup
+# What a kernel computes for scalars too: the default in jax 0.10, and not in 0.12
+BY_LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_STORE: Any = getattr(plgpu, "store", None)  # jax 0.10 has none, and does not insist on whole transactions
 _TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
@@ -19,13 +23,23 @@ def layout(columns: int) -> Any:
     return plgpu.Layout.WG_STRIDED((columns,), vec_size=vector)
 
 
+def tiled(rows: int, columns: int) -> Any:
+    """Return the layout of an array [rows, columns], 4 rows or a multiple of 8, of which each lies within a warp."""
+    vector = rows * columns // THREADS
+    if rows == WARPS:
+        tiling = plgpu.Tiling(((rows, columns), (vector,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    tiling = plgpu.Tiling(((rows, columns), (rows // WARPS, columns), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
 def load(ref: Any, index: tuple, columns: int) -> jax.Array:
     """Return a row in f32."""
     return load_as(ref, index, layout(columns))
 
 
-def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True) -> jax.Array:
-    """Return a part of memory in f32, in this layout."""
+def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True, dtype: Any = jnp.float32) -> jax.Array:
+    """Return a part of memory in f32, or in this dtype, in this layout."""
     read: Any = plgpu.load
     # jax 0.12 has no argument for the index
     found = (
@@ -33,7 +47,20 @@ def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True) -> jax.
         if _TAKES_INDEX
         else read(ref.at[index], layout=layout, optimized=optimized)
     )
-    return found.astype(jnp.float32)
+    return found.astype(dtype)
+
+
+def store_as(ref: Any, index: tuple, x: jax.Array) -> None:
+    """Store numbers that are too few for whole transactions of the memory."""
+    if _STORE is None:
+        ref[index] = x
+    else:
+        _STORE(ref.at[index], x, optimized=False)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """Return the index of each number along an axis."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
 
 
 def filled(columns: int, value: float) -> jax.Array:

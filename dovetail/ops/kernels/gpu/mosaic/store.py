@@ -17,10 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.gpu.mosaic.rows import THREADS, load_as
+from dovetail.ops.kernels.gpu.mosaic.rows import WARPS, load_as, tiled
 from dovetail.ops.paged import token_places
-
-WARPS = 4
 
 
 def rotate_store(
@@ -37,7 +35,7 @@ def rotate_store(
     (T, heads, H), K = qkv.shape, pages.shape[2] // 2
     N, half = heads - 2 * K, H // 2
     rows = next(n for n in (8, WARPS) if N % n == 0 and K % n == 0)
-    layout = _layout(rows, half)
+    layout = tiled(rows, half)
 
     def body(places_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
         *norm_refs, qkv_ref, pages_ref, q_ref = refs
@@ -96,13 +94,3 @@ def rotate_store(
     )
     q = run(token_places(ctx, pages, T), *tables, *(norms or ()), qkv, held)
     return q, jax.freeze(held).reshape(pages.shape)
-
-
-def _layout(rows: int, columns: int) -> Any:
-    """Return the layout of an array [rows, columns], 4 or 8 rows: a warp holds one or two of them."""
-    vector = rows * columns // THREADS
-    if rows == WARPS:
-        tiling = plgpu.Tiling(((rows, columns), (vector,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    tiling = plgpu.Tiling(((rows, columns), (rows // WARPS, columns), (vector,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -1,0 +1,30 @@
+"""Sample tokens and their log-probabilities from logits in three kernels for Hopper (Pallas, Mosaic GPU).
+
+`adjust` changes the rows that have a bias, penalties or a mask; `block_sums` reads all logits once; `draw` is a program
+per row. There is no sort, and no branch that waits for the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.ops.kernels.gpu.mosaic.adjust import adjust
+from dovetail.ops.kernels.gpu.mosaic.blocks import block_sums
+from dovetail.ops.kernels.gpu.mosaic.draw import Scores, draw
+from dovetail.ops.kernels.gpu.noise import BLOCK
+
+
+def sample(
+    logits: jax.Array,  # [S, V]
+    inputs: Any,  # ops.sample.SampleInputs
+    history: jax.Array,  # [N, V] int32
+    top: int,
+    interpret: Any = None,
+) -> tuple[jax.Array, Scores]:
+    """Sample as ops.sample.sample does. The logits are changed in place if the caller has no further use for them."""
+    logits = adjust(logits.astype(jnp.float32), inputs, history, interpret)
+    blocks = logits.reshape(len(logits), -1, BLOCK)
+    return draw(blocks, block_sums(blocks, inputs, interpret), inputs, top, interpret)
