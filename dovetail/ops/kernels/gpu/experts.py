@@ -229,8 +229,7 @@ def _program(
 def store_rows(outputs: list, results: Any, out_ref: Any, rows: list, target: Any, count: Any) -> None:
     """Store outputs [64, N], one for each block of `rows`, as `count` rows of out_ref [R, out] from `target` on."""
     for i, out in enumerate(outputs):
-        turned = plgpu.layout_cast(out.astype(results.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        results.at[i].transpose((1, 0))[...] = turned
+        store_transposed(results.at[i], out.astype(results.dtype))
     plgpu.commit_smem()
     for first in range(0, results.shape[1], CHUNK):
         chunk, into = pl.ds(first, CHUNK), pl.ds(target + first, CHUNK)
@@ -241,6 +240,11 @@ def store_rows(outputs: list, results: Any, out_ref: Any, rows: list, target: An
                 plgpu.copy_smem_to_gmem(results.at[i, chunk], out_ref.at[into, columns])
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def store_transposed(ref: Any, x: jax.Array) -> None:
+    """Store x [64, N] as [N, 64] in shared memory."""
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _sums(tiles_w: Any, tiles_x: Any, loaded: Any, fetch: Callable, steps: int) -> list[jax.Array]:

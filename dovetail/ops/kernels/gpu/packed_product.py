@@ -292,12 +292,12 @@ def _multiply(p: Plan, shared: Memory, slot: Any, part: int, group: Any, accs: l
             own = own - _spread(p, shared, "zero", part, group + i, own)
         if p.form.name == "mxfp4":
             own = own * _spread(p, shared, "scale", part, group + i, own)
-        multiply(accs[i % len(accs)], own, shared.x.at[slot, :, inner].transpose((1, 0)))
+        add_product(accs[i % len(accs)], own, shared.x.at[slot, :, inner])
 
 
-def multiply(acc: Any, weights: jax.Array, tokens: Any) -> None:
-    """Add weights [64, n], in registers, times tokens [n, N], in shared memory, to the sums."""
-    plgpu.wgmma(acc, weights, tokens)
+def add_product(acc: Any, weights: jax.Array, tokens: Any) -> None:
+    """Add weights [64, n], in registers, times tokens [N, n], in shared memory, to the sums."""
+    plgpu.wgmma(acc, weights, tokens.transpose((1, 0)))
 
 
 def _spread(p: Plan, shared: Memory, kind: str, part: int, group: Any, like: jax.Array) -> jax.Array:
