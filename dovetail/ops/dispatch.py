@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from platform import machine
 from typing import Any
@@ -330,10 +331,15 @@ def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placemen
         return None
     from dovetail.ops.kernels.gpu.experts import few_token_experts, why_not_few_tokens
 
-    if why_not_few_tokens(x, params, glu):
+    if why_not_few_tokens(x, params, glu) is None:
+        log_once("experts of few tokens", "mosaic")
+        return few_token_experts
+    from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, why_not_packed_experts
+
+    if not unmeasured() or why_not_packed_experts(x, params, glu):
         return None
-    log_once("experts of few tokens", "mosaic")
-    return few_token_experts
+    log_once("packed experts of few tokens", "mosaic")
+    return few_token_packed_experts
 
 
 def choose_product(x: Any, w: Any) -> str:
@@ -371,11 +377,12 @@ def product_kernel(name: str) -> Callable:
 
 
 def quantized_kernel(
-    form: Format, x: Any, platform: str | None, placement: Placement | None
+    form: Format, x: Any, platform: str | None, placement: Placement | None, out: int = 0
 ) -> Callable[[jax.Array, Any, Any], jax.Array] | None:
     """Return the product of x [..., in] with a quantised matrix [out, in] in this format; None for the reference.
 
-    A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result.
+    A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result. Without `out` the
+    kernels are those that multiply any number of rows.
     """
     if form.name == "w8a8":
         from dovetail.ops.quant.rounded import int8_matmul
@@ -385,6 +392,11 @@ def quantized_kernel(
         from dovetail.ops.quant.rounded import fp8_matmul
 
         return fp8_matmul
+    if out and why_not_packed_gpu(form, x, platform, placement, out) is None:
+        from dovetail.ops.kernels.gpu.packed_weights import packed_matmul
+
+        log_once("packed weights", "mosaic")
+        return packed_matmul
     if why_not_packed(form, x, platform, placement):
         return None
     from dovetail.ops.kernels.cpu.packed_rows import packed_rows_matmul
@@ -406,6 +418,20 @@ def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placem
     from dovetail.ops.kernels.cpu.packed_rows import why_not_packed as why
 
     return why(form, x.shape[-1])
+
+
+def why_not_packed_gpu(form: Format, x: Any, platform: str | None, placement: Placement | None, out: int) -> str | None:
+    """Return why Mosaic's kernel does not multiply x by a packed matrix [out, in], or None.
+
+    It becomes the default once it has been measured: so far it was only lowered, and interpreted in part.
+    """
+    if not is_one_gpu(platform, placement) or not _is_hopper():
+        return "not one Hopper GPU"
+    if not unmeasured():
+        return "not measured"
+    from dovetail.ops.kernels.gpu.packed_weights import why_not_matrix
+
+    return why_not_matrix(form, x, (out, x.shape[-1]))
 
 
 def reads_blocks(dtype: Any, placement: Placement | None) -> bool:
@@ -496,6 +522,11 @@ def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
     """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
+
+
+def unmeasured() -> bool:
+    """Return whether kernels that have not been measured on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
+    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
 
 
 @functools.cache
@@ -626,6 +657,9 @@ def _quantized_products(platform: str, x: Any) -> str:
     if why_not_packed(Format("q4_1"), x, platform, None) is None:
         return "numba for int8, int4 and GGUF blocks; xla for w8a8"
     fp8 = quantized_kernel(Format("fp8"), x, platform, None) is not None
+    half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    if why_not_packed_gpu(Format("int8"), half, platform, None, half.shape[-1]) is None:
+        return "mosaic for few tokens; xla for w8a8 and fp8; reference for others"
     return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
 
 

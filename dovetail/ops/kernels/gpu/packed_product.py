@@ -40,6 +40,7 @@ MOST_COPIED = 256  # elements along each dim of a copy by TMA
 # Bytes of shared memory of a program: three, two or one of them share a multiprocessor.
 SHARED = (72 * 1024, 110 * 1024, 210 * 1024)
 MIN_STAGES, MAX_STAGES = 3, 6
+LEAST_STEPS = 4  # of a part of the input
 
 
 class Plan(NamedTuple):
@@ -94,7 +95,7 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, spl
     programs = tiles.table.shape[1] * out // ROWS
     blocks = 2 if N > CHUNK and names == 1 and out % (2 * ROWS) == 0 and programs >= 2 * PROGRAMS else 1
     steps, programs = pl.cdiv(size, inner), programs // blocks
-    splits = max(1, min(PROGRAMS // programs, steps // 4)) if split else 1
+    splits = max(1, min(PROGRAMS // programs, steps // LEAST_STEPS)) if split else 1
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))  # none is empty
     found = Plan(form, N, inner, form.group or inner, size, names, blocks, splits, 0)
     step = found.parts * ROWS * inner // per_byte + N * inner * 2
@@ -151,9 +152,7 @@ def product(
         grid=(I, out // (ROWS * p.blocks), p.splits),
         grid_names=("tile", "block", "part"),
         kernel_name=f"packed_product_{p.form.name}",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles.table, x, *leaves)
 
 

@@ -70,9 +70,9 @@ def most_tokens(form: Format) -> int:
 def why_not_packed_experts(x: Any, params: dict, glu: Any) -> str | None:
     """Return why the kernel cannot run packed experts, or None."""
     weights = [params[name] for name in ("gate", "up", "down")]
-    forms = [getattr(w, "format", None) for w in weights]
-    if forms[0] is None or forms[0] != forms[1] or forms[2] is None:
-        return "experts that are not all packed"
+    forms = [getattr(w, "format", None) for w in weights]  # an array has one too, of its own kind
+    if not all(isinstance(form, Format) for form in forms) or forms[0] != forms[1]:
+        return "experts that are not packed alike"
     if any(params[name].dtype != jnp.bfloat16 for name in params if name.endswith("_bias")):
         return "biases that are not bf16"
     if glu.limit is None and glu.kind == "gelu":
