@@ -109,6 +109,11 @@ def test_every_code_becomes_its_number(name):
     np.testing.assert_array_equal(got, expected)
 
 
+def untraced(function):
+    """Return what `jax.jit` was given: its traces do not depend on the stand-ins."""
+    return function.__wrapped__
+
+
 def place(layout, row: int, column: int) -> tuple[tuple, tuple, int]:
     """Return the thread, the register and the place in it of an element."""
     layout = layout.to_mgpu()
@@ -149,7 +154,7 @@ def test_products_equal_those_of_the_unpacked_matrix(monkeypatch, name, parts):
     monkeypatch.setattr(packed_product, "LEAST_STEPS", 1)
     monkeypatch.setattr(packed_product, "PROGRAMS", parts * -(-T // 16))
     with interpreted(monkeypatch):
-        got = packed_weights.packed_matmul.__wrapped__(x, w, jnp.float32 if parts == 2 else None)
+        got = untraced(packed_weights.packed_matmul)(x, w, jnp.float32 if parts == 2 else None)
     assert got.dtype == (jnp.float32 if parts == 2 else jnp.bfloat16)
     expected = np.asarray(x, np.float32) @ np.asarray(w.astype(jnp.float32).dense()).T
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=1e-5 if parts == 2 else 0.02)
@@ -177,7 +182,7 @@ def test_experts_equal_the_reference(monkeypatch, T, form):
     x, weights, chosen, params = some_experts(T, form)
     glu = Glu(limit=7.0)
     with interpreted(monkeypatch):
-        got = packed_weights.few_token_packed_experts.__wrapped__(x, weights, chosen, params, glu)
+        got = untraced(packed_weights.few_token_packed_experts)(x, weights, chosen, params, glu)
     whole = {n: w.dense() if isinstance(w, Quantized) else w for n, w in params.items()}
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, whole))
     expected = jax.jit(moe.experts_reference, static_argnums=4)(exact[0], weights, chosen, exact[1], glu)

@@ -111,7 +111,7 @@ def numbers(codes: jax.Array, name: str) -> jax.Array:
                 out[row, column * len(planes) + at, *rest] = decoded(word, plane, _Pairs.of).value
         return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
-    return unpack(codes)
+    return unpack(codes)  # pyright: ignore[reportCallIssue]
 
 
 def column(rows: Any, at: jax.Array, size: int, dtype: Any) -> jax.Array:
@@ -141,7 +141,7 @@ def column(rows: Any, at: jax.Array, size: int, dtype: Any) -> jax.Array:
         registers = np.array(found, dtype=object).reshape(layout.registers_shape((ROWS,)))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
-    return load(rows, at)
+    return load(rows, at)  # pyright: ignore[reportCallIssue]
 
 
 def _indices(*values: int) -> list[Any]:
@@ -167,8 +167,8 @@ class _Words(NamedTuple):
         return _Words(arith.andi(self.value, _constant(mask << 16 | mask)))
 
     def __or__(self, other: _Words | int) -> _Words:
-        other = other.value if isinstance(other, _Words) else _constant(other << 16 | other)
-        return _Words(arith.ori(self.value, other))
+        bits = _constant(other << 16 | other) if isinstance(other, int) else other.value
+        return _Words(arith.ori(self.value, bits))
 
 
 class _Pairs(NamedTuple):

@@ -137,7 +137,7 @@ def product(
     kinds = ("codes", "scale", "zero")[: 3 if p.form.name == "uint4" else 2]
     arrays = {kind: [_in_blocks(kind, w[kind], p) for w in weights] for kind in kinds} | {"bias": biases}
     leaves, tree = jax.tree.flatten(arrays)
-    I = tiles.table.shape[1]  # noqa: E741
+    I = tiles.table.shape[1]
     shape = (p.splits, I, out, p.N) if in_parts else (tiles.R, out)
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:

@@ -70,8 +70,8 @@ def most_tokens(form: Format) -> int:
 def why_not_packed_experts(x: Any, params: dict, glu: Any) -> str | None:
     """Return why the kernel cannot run packed experts, or None."""
     weights = [params[name] for name in ("gate", "up", "down")]
-    forms = [getattr(w, "format", None) for w in weights]  # an array has one too, of its own kind
-    if not all(isinstance(form, Format) for form in forms) or forms[0] != forms[1]:
+    forms = [form for w in weights if isinstance(form := getattr(w, "format", None), Format)]  # an array's is another
+    if len(forms) < len(weights) or forms[0] != forms[1]:
         return "experts that are not packed alike"
     if any(params[name].dtype != jnp.bfloat16 for name in params if name.endswith("_bias")):
         return "biases that are not bf16"
