@@ -194,7 +194,7 @@ def test_experts_equal_the_reference(monkeypatch, T, form):
     [
         pytest.param("int8", 8, 1024, marks=pytest.mark.thorough),
         pytest.param("fp8 in groups", 64, 1024, marks=pytest.mark.thorough),
-        pytest.param("int4", 200, 1024, marks=pytest.mark.slow),
+        pytest.param("int4", 100, 1024, marks=pytest.mark.slow),
         ("uint4", 1, 1024),
         pytest.param("mxfp4", 24, 2880, marks=pytest.mark.slow),
     ],

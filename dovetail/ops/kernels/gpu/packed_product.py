@@ -39,8 +39,10 @@ LEAST_TILE = 32  # bytes of a row in a tile of shared memory
 MOST_COPIED = 256  # elements along each dim of a copy by TMA
 # Bytes of shared memory of a program: three, two or one of them share a multiprocessor.
 SHARED = (72 * 1024, 110 * 1024, 210 * 1024)
+MOST_SCALES = 48 * 1024  # bytes of the scales of 64 rows
 MIN_STAGES, MAX_STAGES = 3, 6
 LEAST_STEPS = 4  # of a part of the input
+LEAST_SHARE = 16  # values of the input for each token and part: the sums of parts are written and read in f32
 
 
 class Plan(NamedTuple):
@@ -79,7 +81,8 @@ def why_not_rows(form: Format, shape: tuple[int, ...]) -> str | None:
         return f"no kernel for {form.describe()}"
     if out % ROWS or size % (LEAST_TILE * CODES[form.name][1]) or size % min(form.group or 64, 64):
         return f"a weight of {out} x {size}: tiles are whole"
-    return None if _strip(form, size) else f"more than {MOST_COPIED * 4} scales in a row"
+    fits = ROWS * _scale_bytes(form, size) <= MOST_SCALES and _strip(form, size)
+    return None if fits else f"too many scales in rows of {size}"
 
 
 def _strip(form: Format, size: int) -> tuple[int, int] | None:
@@ -93,9 +96,12 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, spl
     N, (out, size), per_byte = tiles.N, shape[-2:], CODES[form.name][1]
     inner = 256 if per_byte == 2 and N <= 16 else 128
     programs = tiles.table.shape[1] * out // ROWS
-    blocks = 2 if N > CHUNK and names == 1 and out % (2 * ROWS) == 0 and programs >= 2 * PROGRAMS else 1
+    # blocks share what is read of the tokens, which are many bytes beside packed weights
+    shared = N >= 32 if split else N > CHUNK and programs >= 2 * PROGRAMS
+    blocks = 2 if shared and names == 1 and out % (2 * ROWS) == 0 else 1
     steps, programs = pl.cdiv(size, inner), programs // blocks
-    splits = max(1, min(PROGRAMS // programs, steps // LEAST_STEPS)) if split else 1
+    few = min(PROGRAMS // programs, steps // LEAST_STEPS, size // (LEAST_SHARE * N))
+    splits = max(1, few) if split else 1
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))  # none is empty
     found = Plan(form, N, inner, form.group or inner, size, names, blocks, splits, 0)
     step = found.parts * ROWS * inner // per_byte + N * inner * 2

@@ -44,7 +44,9 @@ def packed_matmul(x: jax.Array, weight: Any, out_dtype: Any = None) -> jax.Array
     p = plan(form, tiles, weight.shape, split=True)
     in_parts = p.splits > 1 or out_dtype != x.dtype
     arrays = {name: a[None] for name, a in weight.arrays.items()}
-    y = product(in_order(x, form.name), [arrays], [], tiles, p, in_parts=in_parts)
+    padding = -len(x) % CHUNK if len(x) > CHUNK else 0  # tiles of memory are whole, or there is one
+    rows = in_order(jnp.pad(x, ((0, padding), (0, 0))), form.name)
+    y = product(rows, [arrays], [], tiles, p, in_parts=in_parts)
     if in_parts:
         y = jnp.swapaxes(y.sum(axis=0), 1, 2).reshape(-1, weight.shape[0])
     return y[: len(x)].astype(out_dtype)
