@@ -92,7 +92,7 @@ def check(only: str) -> None:
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
     w, x = a_weight(form, out, size), jax.random.normal(jax.random.key(1), (T, size), jnp.bfloat16)
     expected = _exact(x, w)
-    return _verdict(error(packed_matmul(x, w, dtype), expected), LIMIT if dtype is None else 1e-4)
+    return _verdict(error(packed_matmul(x, w, dtype), expected), LIMIT if dtype is None else LIMIT / 8)
 
 
 @jax.jit
