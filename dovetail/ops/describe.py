@@ -115,6 +115,9 @@ def _quantized_products(platform: str, x: Any) -> str:
     if dispatch.why_not_packed(Format("q4_1"), x, platform, None) is None:
         return "numba for int8, int4 and GGUF blocks; xla for w8a8"
     fp8 = dispatch.quantized_kernel(Format("fp8"), x, platform, None) is not None
+    half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    if dispatch.why_not_packed_gpu(Format("int8"), half, platform, None, half.shape[-1]) is None:
+        return "mosaic for few tokens; xla for w8a8 and fp8; reference for others"
     return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
 
 

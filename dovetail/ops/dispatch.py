@@ -327,10 +327,15 @@ def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placemen
         return None
     from dovetail.ops.kernels.gpu.experts import few_token_experts, why_not_few_tokens
 
-    if why_not_few_tokens(x, params, glu):
+    if why_not_few_tokens(x, params, glu) is None:
+        log_once("experts of few tokens", "mosaic")
+        return few_token_experts
+    from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, why_not_packed_experts
+
+    if not unmeasured() or why_not_packed_experts(x, params, glu):
         return None
-    log_once("experts of few tokens", "mosaic")
-    return few_token_experts
+    log_once("packed experts of few tokens", "mosaic")
+    return few_token_packed_experts
 
 
 def choose_product(x: Any, w: Any) -> str:
@@ -368,11 +373,12 @@ def product_kernel(name: str) -> Callable:
 
 
 def quantized_kernel(
-    form: Format, x: Any, platform: str | None, placement: Placement | None
+    form: Format, x: Any, platform: str | None, placement: Placement | None, out: int = 0
 ) -> Callable[[jax.Array, Any, Any], jax.Array] | None:
     """Return the product of x [..., in] with a quantised matrix [out, in] in this format; None for the reference.
 
-    A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result.
+    A kernel is called with x, the matrix (ops.quant.weight.Quantized) and the dtype of the result. Without `out` the
+    kernels are those that multiply any number of rows.
     """
     if form.name == "w8a8":
         from dovetail.ops.quant.rounded import int8_matmul
@@ -382,6 +388,11 @@ def quantized_kernel(
         from dovetail.ops.quant.rounded import fp8_matmul
 
         return cast(Callable, fp8_matmul)  # custom_vjp has no type of its own
+    if out and why_not_packed_gpu(form, x, platform, placement, out) is None:
+        from dovetail.ops.kernels.gpu.packed_weights import packed_matmul
+
+        log_once("packed weights", "mosaic")
+        return packed_matmul
     if why_not_packed(form, x, platform, placement):
         return None
     from dovetail.ops.kernels.cpu.packed_rows import packed_rows_matmul
@@ -403,6 +414,20 @@ def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placem
     from dovetail.ops.kernels.cpu.packed_rows import why_not_packed as why
 
     return why(form, x.shape[-1])
+
+
+def why_not_packed_gpu(form: Format, x: Any, platform: str | None, placement: Placement | None, out: int) -> str | None:
+    """Return why Mosaic's kernel does not multiply x by a packed matrix [out, in], or None.
+
+    It becomes the default once it has been measured: so far it was only lowered, and interpreted in part.
+    """
+    if not is_one_gpu(platform, placement) or not is_hopper():
+        return "not one Hopper GPU"
+    if not unmeasured():
+        return "not measured"
+    from dovetail.ops.kernels.gpu.packed_weights import why_not_matrix
+
+    return why_not_matrix(form, x, (out, x.shape[-1]))
 
 
 def reads_blocks(dtype: Any, placement: Placement | None) -> bool:

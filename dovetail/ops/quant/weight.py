@@ -66,7 +66,7 @@ class Quantized:
         """Multiply as ops.linear.matmul does."""
         size, out = math.prod(self.shape[-dims:]), self.shape[:-dims]
         rows = x.reshape(*x.shape[: x.ndim - dims], size)
-        kernel = quantized_kernel(self.format, rows, self.platform, self.placement)
+        kernel = quantized_kernel(self.format, rows, self.platform, self.placement, math.prod(out))
         if kernel is not None:
             y = kernel(rows, self._as_matrix(), out_dtype)
         else:

@@ -92,13 +92,13 @@ def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
     return Tiles(x, table, row, CHUNK, len(expert) * CHUNK)
 
 
-def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
-    """Return the tokens in the order of their experts, and their tiles.
+def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int | None = None) -> Tiles:
+    """Return the tokens in the order of their experts, and their tiles, of at most `most` tokens.
 
     Positions are counted by comparing all pairs: a sort is several kernels.
     """
     T, k = chosen.shape
-    M, N = T * k, tokens_of_tile(T * k, E)
+    M, N = T * k, min(tokens_of_tile(T * k, E), most or MAX_TOKENS)
     flat = chosen.reshape(-1).astype(jnp.int32)
     pair, expert = jnp.arange(M, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
     count = functools.partial(jnp.sum, axis=1, dtype=jnp.int32)
@@ -162,9 +162,9 @@ def product(
         run = functools.partial(
             pl.run_scoped,
             functools.partial(body, *arrays),
-            _shared((stages, parts, ROWS, INNER), x.dtype),
-            _shared((stages, tiles.N, INNER), x.dtype),
-            _shared((blocks, tiles.N, ROWS), x.dtype),
+            shared_tiles((stages, parts, ROWS, INNER), x.dtype),
+            shared_tiles((stages, tiles.N, INNER), x.dtype),
+            shared_tiles((blocks, tiles.N, ROWS), x.dtype),
             plgpu.SMEM((parts, ROWS), x.dtype),
             plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=parts),
@@ -189,7 +189,7 @@ def _stages(parts: int, blocks: int, N: int, steps: int) -> int:
     return min(fitting[0] if fitting[0] >= MIN_STAGES else fitting[1], steps + 1)
 
 
-def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
+def shared_tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory in tiles, swizzled, as a warpgroup's products read it."""
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
@@ -223,9 +223,13 @@ def _program(
         plgpu.barrier_wait(biases_loaded)
         added = (plgpu.layout_cast(vectors[at], plgpu.Layout.WGMMA.reduce(1)) for at in range(len(parts)))
         sums = [x + lax.broadcast_in_dim(b.astype(x.dtype), x.shape, [0]) for x, b in zip(sums, added, strict=True)]
-    for i, out in enumerate(epilogue(sums)):
-        turned = plgpu.layout_cast(out.astype(results.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        results.at[i].transpose((1, 0))[...] = turned
+    store_rows(epilogue(sums), results, out_ref, rows, target, count)
+
+
+def store_rows(outputs: list, results: Any, out_ref: Any, rows: list, target: Any, count: Any) -> None:
+    """Store outputs [64, N], one for each block of `rows`, as `count` rows of out_ref [R, out] from `target` on."""
+    for i, out in enumerate(outputs):
+        store_transposed(results.at[i], out.astype(results.dtype))
     plgpu.commit_smem()
     for first in range(0, results.shape[1], CHUNK):
         chunk, into = pl.ds(first, CHUNK), pl.ds(target + first, CHUNK)
@@ -236,6 +240,11 @@ def _program(
                 plgpu.copy_smem_to_gmem(results.at[i, chunk], out_ref.at[into, columns])
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def store_transposed(ref: Any, x: jax.Array) -> None:
+    """Store x [64, N] as [N, 64] in shared memory."""
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _sums(tiles_w: Any, tiles_x: Any, loaded: Any, fetch: Callable, steps: int) -> list[jax.Array]:

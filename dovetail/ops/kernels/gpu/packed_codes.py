@@ -1,0 +1,197 @@
+"""How registers of packed codes become bf16 numbers on Hopper, for the kernel of ops/kernels/gpu/packed_product.py.
+
+A thread has 4 consecutive bytes of a row in a register: two words of 16 bits, each with 2 codes of 8 bits or 4 of 4
+bits. A few operations on the register take one code of each word to a pair of bf16 numbers, exactly: the bits of the
+code become those of a number, from which a constant is subtracted, or which is multiplied by a power of two. The pairs
+lie as a product (wgmma) expects its left operand, so that no values move between threads. Only the order of a row's
+values changes, alike in all formats: of 8 words the first codes come first, then the second ones. `in_order` brings
+activations into the same order.
+
+bf16 has 8 bits of exponent and 7 of mantissa: 0x4300 is 128, and the lowest bits of a number from 128 on count ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+
+from dovetail.core.formats import CODES
+
+ROWS = 64  # of a weight that a warpgroup multiplies at once
+WORDS = 8  # of 16 bits, side by side in 4 threads
+REGISTER = plgpu.Layout.WGMMA_8BIT  # of bytes
+PRODUCT = plgpu.Layout.WGMMA  # of the numbers
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # of a number for each row
+
+
+class Bits(NamedTuple):
+    """Describe the bits of a bf16 number: some of the word, shifted to the right (< 0: left), and a constant."""
+
+    parts: tuple[tuple[int, int], ...] = ()  # (shift, mask)
+    base: int = 0
+
+
+class Plane(NamedTuple):
+    """Describe one code of each word as a number: (bits - minus) * times."""
+
+    bits: Bits
+    minus: Bits | None = None
+    times: int | None = None
+
+
+def planes_of(name: str) -> list[Plane]:
+    """Return the codes of a word in this format, in their order.
+
+    Without a scale: int4 gives q - 8, uint4 gives q, for which a zero point is subtracted later.
+    """
+    if name == "int8":  # 128 + the lower 7 bits - (128, or 256 if the sign is set)
+        return [Plane(Bits(((at, 0x7F),), 0x4300), Bits(((at, 0x80),), 0x4300)) for at in (0, 8)]
+    if name == "fp8":  # e4m3's bias is 7 instead of 127: times 2^120
+        return [Plane(Bits(((at - 8, 0x8000), (at - 4, 0x07F0))), times=0x7B80) for at in (0, 8)]
+    if name == "mxfp4":  # e2m1's bias is 1: times 2^126; its numbers below 1 are subnormal in bf16 as well
+        return [Plane(Bits(((at - 12, 0x8000), (at - 6, 0x01C0))), times=0x7E80) for at in (0, 4, 8, 12)]
+    middle = {"int4": 0x4308, "uint4": 0x4300}[name]
+    return [Plane(Bits(((at, 0x000F),), 0x4300), Bits(base=middle)) for at in (0, 4, 8, 12)]
+
+
+def decoded(word: Any, plane: Plane, number: Callable[[Any], Any]) -> Any:
+    """Return the numbers of a plane.
+
+    Args:
+        word: Registers of words, with operators whose integers are meant for each word of 16 bits.
+        plane: Which code.
+        number: A function from the bits of bf16 numbers to these.
+    """
+
+    def of(own: Bits) -> Any:
+        total = None
+        for shift, mask in own.parts:
+            moved = word >> shift if shift > 0 else word << -shift if shift < 0 else word
+            total = moved & mask if total is None else total | moved & mask
+        total = word & 0 if total is None else total  # LLVM knows the constant
+        return number(total | own.base if own.base else total)
+
+    value = of(plane.bits)
+    value = value if plane.minus is None else value - of(plane.minus)
+    return value if plane.times is None else value * of(Bits(base=plane.times))
+
+
+def in_order(x: jax.Array, name: str) -> jax.Array:
+    """Return x [.., in] with its last dim in the order of unpacked codes."""
+    each = 2 * CODES[name][1]
+    return x.reshape(*x.shape[:-1], -1, WORDS, each).swapaxes(-1, -2).reshape(x.shape)
+
+
+# --- in a kernel ------------------------------------------------------------------------------------------------------
+
+
+def numbers(codes: jax.Array, name: str) -> jax.Array:
+    """Return bytes of codes [64, n], as REGISTER holds them, as bf16 numbers in the order of `in_order`."""
+    planes = planes_of(name)
+    size = codes.shape[1] // 2 * len(planes)
+
+    @plgpu.inline_mgpu(
+        arg_types=(REGISTER,), return_type=plgpu.ShapeDtypeStruct((len(codes), size), jnp.bfloat16, layout=PRODUCT)
+    )
+    def unpack(_: Any, found: Any) -> Any:
+        layout = PRODUCT.to_mgpu()
+        out = np.empty(layout.registers_shape((len(codes), size)), dtype=object)
+        for index, register in np.ndenumerate(found.registers):
+            word = _Words.of(register)
+            for at, plane in enumerate(planes):
+                row, column, *rest = index
+                out[row, column * len(planes) + at, *rest] = decoded(word, plane, _Pairs.of).value
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    return unpack(codes)  # pyright: ignore[reportCallIssue]
+
+
+def column(rows: Any, at: jax.Array, size: int, dtype: Any) -> jax.Array:
+    """Return column `at` of a matrix [64, size] in shared memory, as PER_ROW holds it.
+
+    Args:
+        rows: The matrix as [.., n], row after row, as a copy of so many bytes needs it.
+        at: The column.
+        size: The columns.
+        dtype: The dtype of the matrix.
+    """
+    width = rows.shape[-1]
+    signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=PER_ROW),
+    )
+    def load(_: Any, ref: Any, at: Any) -> Any:
+        layout, index = PER_ROW.to_mgpu(), ir.IndexType.get()
+        first, step, row = (arith.index_cast(index, at.registers.flat[0]), *_indices(size, width))
+        found = []
+        for (number,) in layout.thread_idxs((ROWS,)):
+            place = arith.addi(arith.muli(number, step), first)
+            value = memref.load(ref, [arith.divui(place, row), arith.remui(place, row)])
+            found.append(vector.broadcast(ir.VectorType.get((1,), value.type), value))
+        registers = np.array(found, dtype=object).reshape(layout.registers_shape((ROWS,)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+    return load(rows, at)  # pyright: ignore[reportCallIssue]
+
+
+def _indices(*values: int) -> list[Any]:
+    return [arith.constant(ir.IndexType.get(), value) for value in values]
+
+
+class _Words(NamedTuple):
+    """Hold two words of 16 bits in a register of 32."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, register: Any) -> _Words:
+        return cls(vector.bitcast(_vector(1, ir.IntegerType.get_signless(32)), register))
+
+    def __rshift__(self, bits: int) -> _Words:
+        return _Words(arith.shrui(self.value, _constant(bits)))
+
+    def __lshift__(self, bits: int) -> _Words:
+        return _Words(arith.shli(self.value, _constant(bits)))
+
+    def __and__(self, mask: int) -> _Words:
+        return _Words(arith.andi(self.value, _constant(mask << 16 | mask)))
+
+    def __or__(self, other: _Words | int) -> _Words:
+        bits = _constant(other << 16 | other) if isinstance(other, int) else other.value
+        return _Words(arith.ori(self.value, bits))
+
+
+class _Pairs(NamedTuple):
+    """Hold two bf16 numbers in a register."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, words: _Words) -> _Pairs:
+        return cls(vector.bitcast(_vector(2, ir.BF16Type.get()), words.value))
+
+    def __sub__(self, other: _Pairs) -> _Pairs:
+        return _Pairs(arith.subf(self.value, other.value))
+
+    def __mul__(self, other: _Pairs) -> _Pairs:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Pairs(arith.mulf(self.value, other.value))
+
+
+def _vector(size: int, kind: Any) -> Any:
+    return ir.VectorType.get((size,), kind)
+
+
+def _constant(bits: int) -> Any:
+    kind = ir.IntegerType.get_signless(32)
+    value = ir.IntegerAttr.get(kind, bits - (1 << 32) if bits >> 31 else bits)
+    return arith.constant(_vector(1, kind), ir.DenseElementsAttr.get_splat(_vector(1, kind), value))

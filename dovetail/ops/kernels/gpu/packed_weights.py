@@ -1,0 +1,102 @@
+"""Matrices and experts in packed formats times few tokens on Hopper: the callers of packed_product.
+
+From more than FEW tokens on, products unpack the weight and leave the rest to cuBLAS. That writes and reads 4 bytes
+per value beside the codes, about 1.1 ns per 1,000 values on an H200, the time of some 380 tokens at 700 TFLOP/s: most
+of a product with 512 tokens, a tenth of one with 4,096. This kernel unpacks again for every 64 tokens, and its left
+operand comes from registers.
+
+T tokens, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from dovetail.core.formats import Format
+from dovetail.ops.kernels.gpu.experts import CHUNK, FEW, Tiles, all_tokens, sorted_tokens
+from dovetail.ops.kernels.gpu.packed_codes import in_order
+from dovetail.ops.kernels.gpu.packed_product import MOST_TOKENS, plan, product, why_not_rows
+
+
+def why_not_matrix(form: Format, x: Any, shape: tuple[int, ...]) -> str | None:
+    """Return why the kernel cannot multiply x [T, in] by a matrix of this format and shape, or None."""
+    return _why_not_tokens(x) or why_not_rows(form, shape)
+
+
+def _why_not_tokens(x: Any) -> str | None:
+    if x.ndim != 2:  # in training, and the kernel has no gradient
+        return "x is not a matrix"
+    if x.dtype != jnp.bfloat16:
+        return f"{x.dtype}, not bf16"
+    return f"more than {FEW} tokens" if len(x) > FEW else None
+
+
+@functools.partial(jax.jit, static_argnames="out_dtype")  # equal layers share one lowered function
+def packed_matmul(x: jax.Array, weight: Any, out_dtype: Any = None) -> jax.Array:
+    """Multiply x [T, in] by a matrix [out, in] (ops.quant.weight.Quantized), with sums in f32."""
+    form, tiles, out_dtype = weight.format, tiles_of(x, weight.format), out_dtype or x.dtype
+    p = plan(form, tiles, weight.shape, split=True)
+    in_parts = p.splits > 1 or out_dtype != x.dtype
+    arrays = {name: a[None] for name, a in weight.arrays.items()}
+    padding = -len(x) % CHUNK if len(x) > CHUNK else 0  # tiles of memory are whole, or there is one
+    rows = in_order(jnp.pad(x, ((0, padding), (0, 0))), form.name)
+    y = product(rows, [arrays], [], tiles, p, in_parts=in_parts)
+    if in_parts:
+        y = jnp.swapaxes(y.sum(axis=0), 1, 2).reshape(-1, weight.shape[0])
+    return y[: len(x)].astype(out_dtype)
+
+
+def tiles_of(x: jax.Array, form: Format) -> Tiles:
+    """Return tiles of all tokens for a matrix, as of one expert."""
+    T = len(x)
+    N = min(max(CHUNK, pl.next_power_of_2(T)), most_tokens(form))
+    first = np.arange(0, T, N)
+    table = np.stack([0 * first, first, first, np.minimum(T - first, N)]).astype(np.int32)
+    return Tiles(x, jnp.asarray(table), jnp.arange(T, dtype=jnp.int32), N, pl.cdiv(T, CHUNK) * CHUNK)
+
+
+def most_tokens(form: Format) -> int:
+    """Return the most tokens of a tile."""
+    return MOST_TOKENS[0 if form.name == "mxfp4" else form.group]
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def why_not_packed_experts(x: Any, params: dict, glu: Any) -> str | None:
+    """Return why the kernel cannot run packed experts, or None."""
+    weights = [params[name] for name in ("gate", "up", "down")]
+    forms = [form for w in weights if isinstance(form := getattr(w, "format", None), Format)]  # an array's is another
+    if len(forms) < len(weights) or forms[0] != forms[1]:
+        return "experts that are not packed alike"
+    if any(params[name].dtype != jnp.bfloat16 for name in params if name.endswith("_bias")):
+        return "biases that are not bf16"
+    if glu.limit is None and glu.kind == "gelu":
+        return "exact GELU"
+    whys = (why_not_rows(form, w.shape) for form, w in zip(forms, weights, strict=True))
+    return _why_not_tokens(x) or next(filter(None, whys), None)
+
+
+@functools.partial(jax.jit, static_argnames="glu")  # the layers of a model share one lowered function
+def few_token_packed_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Any) -> jax.Array:
+    """Return [T, D] as experts.few_token_experts does, with packed experts (ops.quant.weight.Quantized)."""
+    gate, down = params["gate"], params["down"]
+    most = min(most_tokens(gate.format), most_tokens(down.format))
+    arrange = all_tokens if len(x) <= CHUNK else functools.partial(sorted_tokens, most=most)
+    tiles = arrange(x, chosen, gate.shape[0])
+
+    def times(x: jax.Array, names: tuple[str, ...], **options: Any) -> jax.Array:
+        form, shape = params[names[0]].format, params[names[0]].shape
+        biases = [params[f"{name}_bias"] for name in names if f"{name}_bias" in params]
+        arrays = [params[name].arrays for name in names]
+        return product(in_order(x, form.name), arrays, biases, tiles, plan(form, tiles, shape, len(names)), **options)
+
+    hidden = times(tiles.x, ("gate", "up"), epilogue=lambda sums: [glu.in_kernel(*sums)])
+    out = times(hidden, ("down",), reads=2)  # where the first product wrote
+    return jnp.einsum("tkd,tk->td", out[tiles.row].astype(jnp.float32), weights).astype(x.dtype)
