@@ -92,8 +92,8 @@ def choose_paged(
     With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
-    if pages is not None and is_rounded(pages):
-        return "reference"  # no kernel unpacks them
+    if pages is not None and is_rounded(pages) and not reads_rounded(platform, pages.dtype):
+        return "reference"
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
     if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
@@ -106,6 +106,15 @@ def choose_paged(
     if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables, block_mask) is None:
         return "ragged"
     return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
+
+
+def reads_rounded(platform: str, dtype: Any) -> bool:
+    """Return whether kernels of this platform read pages in a dtype of core.formats.KV_DTYPES.
+
+    Triton converts e4m3 by an instruction of compute capability 8.9. A kernel has the same loads and products as for
+    plain pages; of the conversions the compiled code was read, and no speed measured.
+    """
+    return platform in NVIDIA and (dtype == jnp.int8 or _has_fp8())
 
 
 def why_not_mosaic(
@@ -227,7 +236,7 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
 
 def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     """Return the function that writes a layer's new keys and values into its pages."""
-    if not is_rounded(pages) and choose_paged(ctx.platform, k, k.shape[1]) == "triton":
+    if choose_paged(ctx.platform, k, k.shape[1], pages=pages) == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
 
         return kernel
