@@ -26,14 +26,16 @@ def load(ref: Any, index: tuple, columns: int) -> jax.Array:
 
 def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True) -> jax.Array:
     """Return a part of memory in f32, in this layout."""
+    return load_raw(ref, layout, index, optimized).astype(jnp.float32)
+
+
+def load_raw(ref: Any, layout: Any, index: tuple = (), optimized: bool = False) -> jax.Array:
+    """Return a part of memory in its own dtype, in this layout."""
     read: Any = plgpu.load
+    if _TAKES_INDEX:
+        return read(ref, index, layout=layout, optimized=optimized)
     # jax 0.12 has no argument for the index
-    found = (
-        read(ref, index, layout=layout, optimized=optimized)
-        if _TAKES_INDEX
-        else read(ref.at[index], layout=layout, optimized=optimized)
-    )
-    return found.astype(jnp.float32)
+    return read(ref.at[index] if index else ref, layout=layout, optimized=optimized)
 
 
 def filled(columns: int, value: float) -> jax.Array:
