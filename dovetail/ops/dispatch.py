@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from platform import machine
 from typing import Any
@@ -85,10 +86,11 @@ def choose_paged(
     pages: Any = None,
     block_mask: bool = False,
 ) -> str:
-    """Return the paged implementation for these shapes: 'mosaic', 'triton', 'ragged', 'flat', 'numba' or 'reference'.
+    """Return the name of the paged implementation for these shapes.
 
-    'mosaic' is for prompts on Hopper, and asked for with tables and pages only. 'ragged' is upstream's for TPUs, 'flat'
-    ours. Without tables and pages, those that `page_row` makes are assumed.
+    It is 'mosaic', 'mosaic_decode', 'triton', 'ragged', 'flat', 'numba' or 'reference'. The first two are for prompts
+    and for few new tokens per sequence on Hopper, and asked for with tables and pages only. 'ragged' is upstream's for
+    TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
     With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
@@ -97,6 +99,8 @@ def choose_paged(
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
     if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
+        if why_not_mosaic_decode(platform, q, placement, tables, pages, block_mask) is None:
+            return "mosaic_decode"
         if why_not_mosaic(platform, q, placement, tables, pages, block_mask) is None:
             return "mosaic"
         return "triton" if has_triton() else "reference"
@@ -133,6 +137,21 @@ def why_not_mosaic(
     from dovetail.ops.kernels.gpu.prompt import why_not_prompt
 
     return why_not_prompt(q, pages, block_mask)
+
+
+def why_not_mosaic_decode(
+    platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
+) -> str | None:
+    """Return why attention to pages is not left to the kernel for few new tokens per sequence, or None."""
+    if not unmeasured():
+        return "not measured on a card"
+    if not is_one_gpu(platform, placement) or not _is_hopper():
+        return "not one Hopper GPU"
+    if tables is None or pages is None:
+        return "neither tables nor pages"
+    from dovetail.ops.kernels.gpu.decode import why_not_decode
+
+    return why_not_decode(q, pages, tables.shape[0], block_mask)
 
 
 def choose_bidirectional(platform: str | None, q: Any) -> str:
@@ -222,6 +241,8 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
         kernel = functools.partial(flat_attention, rows=2 * flat_heads)
     elif name == "mosaic":
         from dovetail.ops.kernels.gpu.prompt import paged_attention as kernel
+    elif name == "mosaic_decode":
+        from dovetail.ops.kernels.gpu.decode import paged_attention as kernel
     elif name == "triton":
         from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
     elif name == "ragged":
@@ -502,6 +523,11 @@ def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
     return {"xla_gpu_enable_triton_gemm": False} if on_gpu and tokens > 8 else None
 
 
+def unmeasured() -> bool:
+    """Return whether kernels that have not been measured on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
+    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
+
+
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
     """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
@@ -582,8 +608,11 @@ def _experts(platform: str) -> str:
 
 def _paged(platform: str, q: Any) -> str:
     """Return the paged attention of decode steps, and that of prompts where it is another one."""
-    usual = choose_paged(platform, q, 8)
-    return f"{usual}; mosaic for prompts" if platform in NVIDIA and _is_hopper() and not has_triton() else usual
+    found = [choose_paged(platform, q, 8)]
+    if platform in NVIDIA and _is_hopper():
+        found += ["mosaic for few tokens per sequence"] if unmeasured() else []
+        found += [] if has_triton() else ["mosaic for prompts"]
+    return "; ".join(found)
 
 
 def _small_kernels(platform: str) -> dict[str, str]:

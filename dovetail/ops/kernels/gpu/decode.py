@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.gpu.decode_kernel import KEYS, LOG2E, DecodeShape, attend_part
-from dovetail.ops.paged import is_rounded, tile_of_token, tiles_of
+from dovetail.ops.kernels.gpu.decode_kernel import HIDDEN, KEYS, LOG2E, DecodeShape, attend_part
+from dovetail.ops.paged import tile_of_token, tiles_of
 
 FEW = 8  # tokens of a sequence: more are left to the kernel for prompts
 MAX_COLUMNS = 64
@@ -31,13 +31,14 @@ LEAST_KEYS = 4 * KEYS  # of a part
 def why_not_decode(q: Any, pages: Any, num_seqs: int, block_mask: bool) -> str | None:
     """Return why the kernel cannot run for queries [T, N, H], or None."""
     (T, N, H), K, page = q.shape, pages.shape[2] // 2, pages.shape[1]
-    if q.dtype != jnp.bfloat16 or not (is_rounded(pages) or pages.dtype == q.dtype):
-        return f"{q.dtype} with pages of {pages.dtype}, not bf16"
-    if H not in (64, 128, 256) or (pages.dtype == jnp.int8 and (H == 256 or K % 2)):
-        return f"{K} heads of {H} dims in {pages.dtype}"
+    if q.dtype != jnp.bfloat16 or pages.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        # a row of int8 has 4 bytes for its scale: the next one begins at no multiple that a copy in tiles can have
+        return f"{q.dtype} with pages of {pages.dtype}, not bf16 with bf16 or fp8"
+    if H not in (64, 128, 256):
+        return f"heads of {H} dims, not 64, 128 or 256"
     if page % 8 or (KEYS % page and page % KEYS):
         return f"pages of {page} tokens"
-    if T > FEW * num_seqs or pl.next_power_of_2(N // K) > MAX_COLUMNS:
+    if FEW * num_seqs < T or pl.next_power_of_2(N // K) > MAX_COLUMNS:
         return "more rows than a tile has"
     return "a block mask" if block_mask else None
 
@@ -45,7 +46,7 @@ def why_not_decode(q: Any, pages: Any, num_seqs: int, block_mask: bool) -> str |
 def paged_attention(
     ctx: Paged,
     q: jax.Array,  # [T, N, H]
-    pages: jax.Array,  # [P, page, 2K, H], also rounded ones
+    pages: jax.Array,  # [P, page, 2K, H], bf16 or fp8
     *,
     scale: float,
     window: int | None = None,
@@ -89,14 +90,13 @@ def _splits(programs: int, max_keys: int) -> int:
 
 
 def _join(out: jax.Array, top: jax.Array, total: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Join parts [splits, T, N, H] by their maxima (in base 2) and sums [splits, T, N]; a sink is a part of no value."""
+    """Join parts [splits, T, N, H] by their maxima (in base 2) and sums [splits, T, N]; sinks add to the sums alone."""
     most = top.max(axis=0)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32) * LOG2E
-        most = jnp.maximum(most, sink)
+    sink = jnp.full(most.shape[1:], HIDDEN) if sinks is None else sinks.astype(jnp.float32) * LOG2E
+    most = jnp.maximum(most, sink)
     weights = total * jnp.exp2(top - most)
-    whole = weights.sum(axis=0) + (0 if sinks is None else jnp.exp2(sink - most))
-    return jnp.einsum("stn,stnh->tnh", weights / jnp.maximum(whole, 1e-30), out.astype(jnp.float32))
+    whole = weights.sum(axis=0) + jnp.exp2(sink - most)
+    return jnp.einsum("stn,stnh->tnh", weights / whole, out.astype(jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames="shape")  # traced once for all layers of a model

@@ -1,12 +1,11 @@
 """The kernel of ops/kernels/gpu/decode.py: a part of the keys of a tile, for Hopper (Pallas, Mosaic GPU).
 
 Keys are the left operand of a warpgroup's products, which has at least 64 rows, and the queries of a key head the right
-one, which has at least 8 columns: S^T = K Q^T [64, C], then O^T = V^T P^T [H, C]. So few queries waste little. A program
-is one warpgroup, which loads blocks of keys ahead by TMA; two programs share a multiprocessor.
+one, which has at least 8 columns: S^T = K Q^T [64, C], then O^T = V^T P^T [H, C]. So few queries waste little. A
+program is one warpgroup, which loads blocks of keys ahead by TMA; two programs share a multiprocessor.
 
-fp8 and int8 keys are converted in registers, which the first product reads; values too, and are stored in shared memory
-for the second, which reads its left operand transposed. A key's scale multiplies its row of scores, a value's its row of
-weights.
+fp8 keys are converted in registers, which the first product reads; values too, and are stored in shared memory for the
+second, which reads its left operand transposed.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.kernels.gpu.mosaic.rows import load_raw
+from dovetail.ops.kernels.gpu.mosaic.rows import load_raw, store_raw
 
 KEYS = 64  # of a block
 SHARED = (108 * 1024, 220 * 1024)  # bytes of shared memory of a program, for two programs or one
 MIN_STAGES, MAX_STAGES = 3, 6
 HIDDEN = -1e30  # a score without weight: not -inf, whose difference to itself is NaN
 LOG2E = math.log2(math.e)
-SCALE_BYTES = 16  # behind the values of an int8 row: its scale, and what makes the copy a multiple of 16 bytes
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -46,7 +44,7 @@ class DecodeShape(NamedTuple):
     softcap: float | None
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """Hold what a program computes: some blocks of keys of a tile, for a key head."""
 
     head: Any
@@ -62,18 +60,16 @@ def attend_part(*refs: Any, shape: DecodeShape, dtype: Any) -> None:
     pages_ref = refs[3]
     stored, H, C = pages_ref.dtype, shape.dim, shape.columns
     copies = KEYS // min(KEYS, shape.page)
-    scaled = stored == jnp.int8
-    block = (2, KEYS, H + SCALE_BYTES) if scaled else (KEYS, 2 * H)
     fixed = 2 * C * (H + KEYS) + (0 if stored == dtype else 2 * KEYS * H) + 4096
-    stages = _stages(math.prod(block) * jnp.dtype(stored).itemsize, fixed)
+    stages = _stages(KEYS * 2 * H * stored.itemsize, fixed)
     run = functools.partial(
         pl.run_scoped,
         functools.partial(_run, *refs, shape=shape),
-        plgpu.SMEM((stages, *block), stored) if scaled else _shared((stages, *block), stored, H),
+        _shared((stages, KEYS, 2 * H), stored, H),
         _shared((C, H), dtype, H),
         _shared((C, KEYS), dtype, KEYS),
         None if stored == dtype else _shared((KEYS, H), dtype, H),
-        plgpu.Barrier(num_arrivals=2 * copies if scaled else copies, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         plgpu.Barrier(),
     )
     pl.when(refs[0][lax.div(lax.axis_index("item"), shape.kv_heads), 1] > 0)(run)
@@ -89,10 +85,12 @@ def _shared(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
     """Return shared memory in tiles, swizzled, as products read it; slices begin at multiples of `columns`."""
     size = jnp.dtype(dtype).itemsize
     width = min(128, columns * size)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width)))
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
+    )
 
 
-def _part_of(tiles_ref: Any, shape: DecodeShape) -> Part:
+def _part_of(tiles_ref: Any, shape: DecodeShape) -> KeyPart:
     item, split = lax.axis_index("item"), lax.axis_index("split")
     tile = lax.div(item, shape.kv_heads)
     seq, count, position = (tiles_ref[tile, i] for i in range(3))
@@ -101,7 +99,7 @@ def _part_of(tiles_ref: Any, shape: DecodeShape) -> Part:
     last = lax.div(known + KEYS - 1, KEYS)
     share = lax.div(last - first + shape.splits - 1, shape.splits)
     begin = first + split * share
-    return Part(lax.rem(item, shape.kv_heads), seq, position, known, begin, jnp.minimum(begin + share, last))
+    return KeyPart(lax.rem(item, shape.kv_heads), seq, position, known, begin, jnp.minimum(begin + share, last))
 
 
 def _run(
@@ -122,11 +120,8 @@ def _run(
         top, total, outs = carry
         slot = lax.rem(block - part.begin, jnp.int32(stages))
         plgpu.barrier_wait(loaded.at[slot])
-        keys = _keys(blocks, slot, shape, queries.dtype)
-        scores = _scores(keys, queries, shape)
-        if blocks.dtype == jnp.int8:
-            scores = scores * _spread(_scales(blocks.at[slot, 0], shape), scores, 0)
-        scale = shape.scale
+        keys, stored = (blocks.at[slot, :, pl.ds(i * shape.dim, shape.dim)] for i in (0, 1))
+        scores, scale = _scores(keys, queries, shape), shape.scale
         if shape.softcap is not None:
             scores, scale = jnp.tanh(scores * scale), shape.softcap * LOG2E
         scores = jnp.where(_visible(shape, part.position - block * KEYS), scores * scale, HIDDEN)
@@ -135,18 +130,12 @@ def _run(
         ahead = block + stages - 1
         pl.when(ahead < part.end)(lambda: fetch(ahead, lax.rem(ahead - part.begin, jnp.int32(stages))))
         shrink = jnp.exp2(top - new)
-        share = jnp.exp2(scores - _spread(new, scores, 1))
-        total = total * shrink + share.sum(axis=0)
-        own = _values(blocks, values, slot, shape, part.known - block * KEYS)
-        if blocks.dtype == jnp.int8:
-            scales = _scales(blocks.at[slot, 1], shape)
-            row = lax.iota(jnp.int32, KEYS)
-            scales = jnp.where(row < part.known - block * KEYS, scales, 0.0)  # what follows the last key may be NaN
-            share = share * _spread(scales, share, 0)
-        turned = plgpu.layout_cast(share.astype(weights.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        weights.transpose((1, 0))[...] = turned
-        plgpu.commit_smem()
-        return new, total, _add_values([x * _spread(shrink, x, 1) for x in outs], own, weights)
+        share = jnp.exp2(scores - _spread(new, 1, scores))
+        own = _values(stored, values, part.known - block * KEYS)
+        _store_turned(weights, share)
+        added = _weighted(own, weights, shape)
+        outs = [x * _spread(shrink, 1, x) + y for x, y in zip(outs, added, strict=True)]
+        return new, total * shrink + share.sum(axis=0), outs
 
     fill = lambda value, *dims: _in_registers(jnp.full(dims, value, jnp.float32))  # noqa: E731
     outs = [fill(0.0, 64, shape.columns) for _ in range(shape.dim // 64)]
@@ -155,27 +144,22 @@ def _run(
     place = split * (tiles_ref.shape[0] * shape.kv_heads) + item
     least = jnp.maximum(total, 1e-30)
     for i, out in enumerate(outs):
-        out_ref[place, pl.ds(i * 64, 64)] = (out / _spread(least, out, 1)).astype(out_ref.dtype)
-    top_ref[place], total_ref[place] = top, total
+        store_raw(out_ref, (place, pl.ds(i * 64, 64)), (out / _spread(least, 1, out)).astype(out_ref.dtype))
+    for ref, x in ((top_ref, top), (total_ref, total)):
+        store_raw(ref, (place,), x)
 
 
 def _fetch(
-    tables_ref: Any, pages_ref: Any, blocks: Any, loaded: Any, part: Part, shape: DecodeShape, block: Any, slot: Any
+    tables_ref: Any, pages_ref: Any, blocks: Any, loaded: Any, part: KeyPart, shape: DecodeShape, block: Any, slot: Any
 ) -> None:
     """Load a block of keys and values; past the last key, pages of the last one again."""
     rows, H = min(KEYS, shape.page), shape.dim
-    width = pages_ref.shape[1] // shape.kv_heads  # of the key and the value of a token
     for start in range(0, KEYS, rows):
         key = lax.div(jnp.minimum(block * KEYS + start, part.known - 1), rows) * rows
         place = tables_ref[part.seq, lax.div(key, shape.page)] * shape.page + lax.rem(key, shape.page)
         source, target = pl.ds(pl.multiple_of(place, rows), rows), pl.ds(start, rows)
-        if blocks.dtype != jnp.int8:
-            columns = pl.ds(pl.multiple_of(part.head * width, 2 * H), 2 * H)
-            plgpu.copy_gmem_to_smem(pages_ref.at[source, columns], blocks.at[slot, target], loaded.at[slot])
-            continue
-        for i in (0, 1):
-            columns = pl.ds(part.head * width + i * (width // 2), H + SCALE_BYTES)
-            plgpu.copy_gmem_to_smem(pages_ref.at[source, columns], blocks.at[slot, i, target], loaded.at[slot])
+        columns = pl.ds(pl.multiple_of(part.head * (2 * H), 2 * H), 2 * H)
+        plgpu.copy_gmem_to_smem(pages_ref.at[source, columns], blocks.at[slot, target], loaded.at[slot])
 
 
 # --- a block of keys --------------------------------------------------------------------------------------------------
@@ -191,43 +175,32 @@ def _column(value: float, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.full((columns,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(0))
 
 
-def _spread(x: jax.Array, like: jax.Array, axis: int) -> jax.Array:
-    """Return a vector of the rows (axis 0) or columns (axis 1) in the shape of a matrix."""
+def _spread(x: jax.Array, axis: int, like: jax.Array) -> jax.Array:
+    """Return a vector along an axis of a matrix in the shape of the matrix."""
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
-def _half(blocks: Any, slot: Any, which: int, H: int) -> Any:
-    """Return the keys (0) or values (1) of a block in shared memory."""
-    return blocks.at[slot, which, :, pl.ds(0, H)] if blocks.dtype == jnp.int8 else blocks.at[slot, :, pl.ds(which * H, H)]
-
-
-def _converted(ref: Any, dtype: Any) -> jax.Array:
+def _converted(rounded: Any, dtype: Any) -> jax.Array:
     """Return rounded keys or values in registers."""
-    return load_raw(ref, plgpu.Layout.WGMMA).astype(dtype)
-
-
-def _keys(blocks: Any, slot: Any, shape: DecodeShape, dtype: Any) -> Any:
-    """Return the keys of a block as the left operand of a product: shared memory, or registers."""
-    keys = _half(blocks, slot, 0, shape.dim)
-    return keys if blocks.dtype == dtype else _converted(keys, dtype)
+    return load_raw(rounded, plgpu.Layout.WGMMA).astype(dtype)
 
 
 def _scores(keys: Any, queries: Any, shape: DecodeShape) -> jax.Array:
     """Return K Q^T [KEYS, C]."""
+    left = keys if keys.dtype == queries.dtype else _converted(keys, queries.dtype)
 
     def product(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, keys, queries.transpose((1, 0)))
+        plgpu.wgmma(acc, left, queries.transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(product, ACC((KEYS, shape.columns), jnp.float32))
 
 
-def _values(blocks: Any, values: Any, slot: Any, shape: DecodeShape, known: Any) -> Any:
+def _values(stored: Any, values: Any, known: Any) -> Any:
     """Return the values of a block in shared memory in the dtype of the products.
 
     Those past the end are 0: a page may hold NaN from its last use, and 0 * NaN is not 0.
     """
-    stored = _half(blocks, slot, 1, shape.dim)
 
     def write(target: Any, found: jax.Array) -> None:
         row = lax.broadcasted_iota(jnp.int32, found.shape, 0)
@@ -240,30 +213,25 @@ def _values(blocks: Any, values: Any, slot: Any, shape: DecodeShape, known: Any)
     return stored
 
 
-def _scales(rows: Any, shape: DecodeShape) -> jax.Array:
-    """Return the scales [KEYS] of rows of int8: the four bytes that follow their values."""
-    found = load_raw(rows.at[:, pl.ds(shape.dim, 8)], plgpu.Layout.WGMMA).astype(jnp.int32) & 255
-    byte = lax.broadcasted_iota(jnp.int32, found.shape, 1)
-    place = jnp.where(byte == 0, 1, jnp.where(byte == 1, 1 << 8, jnp.where(byte == 2, 1 << 16, 1 << 24)))
-    bits = jnp.where(byte < 4, found * place, 0).sum(axis=1)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def _visible(shape: DecodeShape, ahead: Any) -> jax.Array:
-    """Return which keys [KEYS, C] of a block the queries see; `ahead` is the first token's distance to the first key."""
+    """Return which keys [KEYS, C] the queries see; `ahead` is the first token's distance to the block's first key."""
     key, column = (lax.broadcasted_iota(jnp.int32, (KEYS, shape.columns), i) for i in (0, 1))
     distance = lax.shift_right_logical(column, shape.group.bit_length() - 1) + ahead - key
     return (distance >= 0) & (distance < shape.window) if shape.window else distance >= 0
 
 
-def _add_values(outs: list[jax.Array], values: Any, weights: Any) -> list[jax.Array]:
-    """Return O^T [64, C] of each 64 dims with V^T P^T added."""
+def _store_turned(weights: Any, share: jax.Array) -> None:
+    """Store the shares [KEYS, C] of a block's keys as [C, KEYS], and show products what was stored."""
+    weights.transpose((1, 0))[...] = plgpu.layout_cast(share.astype(weights.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
 
-    def product(acc: Any, dims: Any) -> None:
-        plgpu.wgmma(acc, values.at[:, dims].transpose((1, 0)), weights.transpose((1, 0)))
 
-    found = []
-    for i, out in enumerate(outs):
-        run = functools.partial(product, dims=pl.ds(i * 64, 64))
-        found.append(pl.run_state(run)(ACC.init(out)))
-    return found
+def _weighted(values: Any, weights: Any, shape: DecodeShape) -> list[jax.Array]:
+    """Return V^T P^T [64, C] of each 64 dims."""
+
+    def products(accs: list) -> list[jax.Array]:
+        for i, acc in enumerate(accs):
+            plgpu.wgmma(acc, values.at[:, pl.ds(i * 64, 64)].transpose((1, 0)), weights.transpose((1, 0)))
+        return [acc[...] for acc in accs]
+
+    return pl.run_scoped(products, [ACC((64, shape.columns), jnp.float32) for _ in range(shape.dim // 64)])

@@ -38,6 +38,15 @@ def load_raw(ref: Any, layout: Any, index: tuple = (), optimized: bool = False) 
     return read(ref.at[index] if index else ref, layout=layout, optimized=optimized)
 
 
+def store_raw(ref: Any, index: tuple, x: jax.Array) -> None:
+    """Store an array to global memory, also in a layout whose rows are shorter than a sector."""
+    store: Any = getattr(plgpu, "store", None)
+    if store:  # jax 0.12, which refuses such a layout unless it is told
+        store(ref.at[index], x, optimized=False)
+    else:
+        ref[index] = x
+
+
 def filled(columns: int, value: float) -> jax.Array:
     """Return a row of one value, to be changed in a loop."""
     return plgpu.layout_cast(jnp.full(columns, value, jnp.float32), layout(columns))
