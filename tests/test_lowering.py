@@ -24,7 +24,7 @@ from dovetail.models.decoder import abstract_cache, forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from dovetail.ops import dispatch
-from dovetail.ops.dispatch import has_tokamax
+from dovetail.ops.capabilities import has_tokamax
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ import jax
 
 from dovetail.core.files import own_folder, read_own
 from dovetail.io.hub import home
-from dovetail.ops.dispatch import unmeasured
+from dovetail.ops.capabilities import unmeasured
 
 log = logging.getLogger(__name__)
 NEVER = 1e9  # seconds of compilation from which on XLA's cache keeps a program

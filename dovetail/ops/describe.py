@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from dovetail.core.chips import CHIPS
 from dovetail.core.formats import Format
 from dovetail.ops import dispatch
-from dovetail.ops.dispatch import NVIDIA
+from dovetail.ops.capabilities import NVIDIA
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import room_of, why_not_flat, why_not_ragged, why_not_splash
 
@@ -49,12 +49,11 @@ def _experts(platform: str) -> str:
 
 def _paged(platform: str, q: Any) -> str:
     """Return the paged attention of decode steps, and that of prompts where it is another one."""
-    usual = dispatch.choose_paged(platform, q, 8)
-    return (
-        f"{usual}; mosaic for prompts"
-        if platform in NVIDIA and dispatch.is_hopper() and not dispatch.has_triton()
-        else usual
-    )
+    found = [dispatch.choose_paged(platform, q, 8)]
+    if platform in NVIDIA and dispatch.is_hopper():
+        found += ["mosaic for few tokens per sequence"] if dispatch.unmeasured() else []
+        found += [] if dispatch.has_triton() else ["mosaic for prompts"]
+    return "; ".join(found)
 
 
 def _small_kernels(platform: str) -> dict[str, str]:

@@ -6,9 +6,7 @@ The file of an operation has the reference, and asks here for a kernel. A kernel
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from platform import machine
 from typing import Any, cast
@@ -19,6 +17,17 @@ import jax.numpy as jnp
 from dovetail.core.formats import KV_SCALES, Format
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
+from dovetail.ops.capabilities import (
+    NVIDIA,
+    has_cudnn,
+    has_fp8,
+    has_numba,
+    has_tokamax,
+    has_triton,
+    is_hopper,
+    is_one_gpu,
+    unmeasured,
+)
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
@@ -34,7 +43,6 @@ from dovetail.ops.paged import flat_attention, is_rounded, paged_attention, writ
 from dovetail.ops.rope import Rope
 
 log = logging.getLogger(__name__)
-NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
 CUDNN_DIM, HOPPER_DIM = 128, 256  # of a head, at most, in packed attention
@@ -82,18 +90,21 @@ def choose_paged(
     pages: Any = None,
     block_mask: bool = False,
 ) -> str:
-    """Return the paged implementation for these shapes: 'mosaic', 'triton', 'ragged', 'flat', 'numba' or 'reference'.
+    """Return the name of the paged implementation for these shapes.
 
-    'mosaic' is for prompts on Hopper, and asked for with tables and pages only. 'ragged' is upstream's for TPUs, 'flat'
-    ours. Without tables and pages, those that `page_row` makes are assumed.
+    It is 'mosaic', 'mosaic_decode', 'triton', 'ragged', 'flat', 'numba' or 'reference'. The first two are for prompts
+    and for few new tokens per sequence on Hopper, and asked for with tables and pages only. 'ragged' is upstream's for
+    TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
     With `block_mask`, the tokens of an image see each other, which all but 'ragged' support.
     """
     platform, H = platform or jax.default_backend(), q.shape[-1]
-    if pages is not None and is_rounded(pages):
-        return "reference"  # no kernel unpacks them
+    if pages is not None and is_rounded(pages) and not reads_rounded(platform, pages.dtype):
+        return "reference"
     if platform == "cpu" and q.dtype == jnp.float32 and has_numba():
         return "numba"
     if platform in NVIDIA and H >= 16 and H & (H - 1) == 0:
+        if why_not_mosaic_decode(platform, q, placement, tables, pages, block_mask) is None:
+            return "mosaic_decode"
         if why_not_mosaic(platform, q, placement, tables, pages, block_mask) is None:
             return "mosaic"
         return "triton" if has_triton() else "reference"
@@ -103,6 +114,15 @@ def choose_paged(
     if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables, block_mask) is None:
         return "ragged"
     return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
+
+
+def reads_rounded(platform: str, dtype: Any) -> bool:
+    """Return whether kernels of this platform read pages in a dtype of core.formats.KV_DTYPES.
+
+    Triton converts e4m3 by an instruction of compute capability 8.9. A kernel has the same loads and products as for
+    plain pages; of the conversions the compiled code was read, and no speed measured.
+    """
+    return platform in NVIDIA and (dtype == jnp.int8 or has_fp8())
 
 
 def why_not_mosaic(
@@ -121,6 +141,21 @@ def why_not_mosaic(
     from dovetail.ops.kernels.gpu.prompt import why_not_prompt
 
     return why_not_prompt(q, pages, block_mask)
+
+
+def why_not_mosaic_decode(
+    platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
+) -> str | None:
+    """Return why attention to pages is not left to the kernel for few new tokens per sequence, or None."""
+    if not unmeasured():
+        return "not measured on a card"
+    if not is_one_gpu(platform, placement) or not is_hopper():
+        return "not one Hopper GPU"
+    if tables is None or pages is None:
+        return "neither tables nor pages"
+    from dovetail.ops.kernels.gpu.decode import why_not_decode
+
+    return why_not_decode(q, pages, tables.shape[0], block_mask)
 
 
 def choose_bidirectional(platform: str | None, q: Any) -> str:
@@ -210,6 +245,8 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
         kernel = functools.partial(flat_attention, rows=2 * flat_heads)
     elif name == "mosaic":
         from dovetail.ops.kernels.gpu.prompt import paged_attention as kernel
+    elif name == "mosaic_decode":
+        from dovetail.ops.kernels.gpu.decode import paged_attention as kernel
     elif name == "triton":
         from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
     elif name == "ragged":
@@ -224,7 +261,7 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
 
 def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     """Return the function that writes a layer's new keys and values into its pages."""
-    if not is_rounded(pages) and choose_paged(ctx.platform, k, k.shape[1]) == "triton":
+    if choose_paged(ctx.platform, k, k.shape[1], pages=pages) == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
 
         return kernel
@@ -514,7 +551,7 @@ def import_kernels(platform: str | None, quantized: bool = False) -> None:
         from jax.experimental.pallas import mosaic_gpu  # noqa: F401
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
@@ -526,53 +563,6 @@ def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
     """
     on_gpu = (platform or jax.default_backend()) in NVIDIA
     return {"xla_gpu_enable_triton_gemm": False} if on_gpu and tokens > 8 else None
-
-
-def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
-    """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
-    return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
-
-
-def unmeasured() -> bool:
-    """Return whether kernels that have not been measured on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
-    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
-
-
-@functools.cache
-def has_cudnn() -> bool:
-    """Return whether cuDNN is loaded: its call is built against the library and cannot be lowered without it."""
-    return any(device.platform == "gpu" for device in jax.devices())
-
-
-@functools.cache
-def is_hopper() -> bool:
-    """Return whether the devices are of compute capability 9.0: kernels with its instructions run on no other."""
-    return all(getattr(device, "compute_capability", "") == "9.0" for device in jax.devices())
-
-
-@functools.cache
-def has_fp8() -> bool:
-    """Return whether the devices multiply fp8 numbers: compute capability 8.9 and later."""
-    found = [getattr(device, "compute_capability", "0.0") for device in jax.devices()]
-    return all(tuple(map(int, each.split("."))) >= (8, 9) for each in found)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Return whether Pallas has its Triton dialect, which JAX deprecates since 0.11 and will remove."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Return whether numba, which compiles the kernels of CPUs, is installed."""
-    return importlib.util.find_spec("numba") is not None
-
-
-@functools.cache
-def has_tokamax() -> bool:
-    """Return whether tokamax, the `kernels` extra with further kernels for TPUs, is installed."""
-    return importlib.util.find_spec("tokamax") is not None
 
 
 @functools.cache

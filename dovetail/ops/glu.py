@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dovetail.ops.dispatch import NVIDIA
+from dovetail.ops.capabilities import NVIDIA
 
 SLOPE, CUBE = 2 * (2 / math.pi) ** 0.5, 0.044715
 

@@ -22,6 +22,7 @@ from dovetail.engine.request.params import SamplingParams
 from dovetail.models.decoder import abstract_cache, forward, greedy, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
+from dovetail.ops import dispatch
 from dovetail.ops.dispatch import choose_paged
 from dovetail.ops.paged import round_rows, stored_values
 from dovetail.plan.serve_memory import local_rows
@@ -91,12 +92,16 @@ def test_bytes_of_pages():
         assert sum(local_rows(CFG.layers, None, 1, kv)) * 4 == page(kv)  # 4 tokens
 
 
-def test_layers_and_kernels():
+def test_layers_and_kernels(monkeypatch):
     sliding = replace(CFG.layers[0], attn=replace(CFG.layers[0].attn, window=8))
     plain, rounded = abstract_cache((sliding, CFG.layers[1]), 1, 4, jnp.bfloat16, kv="fp8")
     assert (plain.dtype, rounded.dtype) == (jnp.bfloat16, jnp.float8_e4m3fn)
     q = jax.ShapeDtypeStruct((2, 4, 64), jnp.bfloat16)
     assert [choose_paged("cuda", q, 2, pages=pages) for pages in (plain, rounded)] == ["triton", "reference"]
+    monkeypatch.setattr(dispatch, "has_fp8", lambda: True)
+    assert [choose_paged(platform, q, 2, pages=rounded) for platform in ("cuda", "tpu")] == ["triton", "reference"]
+    ctx = Paged(*([jnp.zeros(1, jnp.int32)] * 4), placement=None)
+    assert dispatch.store_kernel(ctx, q, rounded).__module__.endswith("ops.paged")  # on this machine
     windows = replace(CFG, layers=(sliding, sliding))
     with refuses("kv_cache_dtype", UnsupportedError, naming="sliding"):
         programs_for(windows, replace(OPTIONS, kv_cache_dtype="fp8"), compute_of("f32"), None)

@@ -12,7 +12,8 @@ import pytest
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
 from dovetail.models.decoder import remember
-from dovetail.ops.dispatch import choose_packed, has_tokamax
+from dovetail.ops.capabilities import has_tokamax
+from dovetail.ops.dispatch import choose_packed
 from dovetail.ops.kernels.tpu.packed import packed_attention as splash
 from dovetail.ops.packed import on_mesh, packed_attention
 from dovetail.ops.paged import BLOCK, paged_attention, read_heads, write_heads

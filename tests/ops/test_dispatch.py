@@ -12,8 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
 from dovetail.ops import dispatch
+from dovetail.ops.capabilities import has_tokamax
 from dovetail.ops.describe import TPU_CASES, describe, describe_tpu
-from dovetail.ops.dispatch import choose_paged, has_tokamax, page_row, rotates_and_stores
+from dovetail.ops.dispatch import choose_paged, page_row, rotates_and_stores
 from dovetail.ops.kernels.tpu.needs import ROOM, why_not_flat, why_not_ragged
 from dovetail.ops.rope import Rope
 

@@ -19,7 +19,7 @@ from dovetail.ops.kernels.gpu.norm import add_rms_norm
 from dovetail.ops.kernels.gpu.store import rotate_store
 from dovetail.ops.kernels.gpu.store import write_heads as write_kernel
 from dovetail.ops.norm import layer_norm, rms_norm
-from dovetail.ops.paged import write_heads
+from dovetail.ops.paged import round_rows, write_heads
 from dovetail.ops.rope import Rope, rotate
 
 pytestmark = pytest.mark.slow
@@ -64,6 +64,15 @@ def test_layer_norm_and_its_gradient(alone):
 def test_store(heads):
     pages, k, v = normal(0, PAGES, PAGE, 2 * heads, 64), normal(1, TOKENS, heads, 64), normal(2, TOKENS, heads, 64)
     np.testing.assert_array_equal(write_kernel(CTX, pages, k, v, interpret=True), write_heads(CTX, pages, k, v))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_store_of_rounded_pages(dtype):
+    pages, k, v = normal(0, PAGES, PAGE, 6, 64), normal(1, TOKENS, 3, 64), normal(2, TOKENS, 3, 64)
+    pages = round_rows(pages, jnp.dtype(dtype))
+    got, want = write_kernel(CTX, pages, k, v, interpret=True), write_heads(CTX, pages, k, v)
+    assert got.dtype == pages.dtype
+    np.testing.assert_array_equal(got.view(jnp.uint8), want.view(jnp.uint8))
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])

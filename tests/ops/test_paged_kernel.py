@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
 from dovetail.ops.paged import paged_attention as reference
+from dovetail.ops.paged import round_rows
 
 N, K, H, PAGE, PAGES = 6, 2, 32, 8, 12
 
@@ -45,3 +49,26 @@ def test_equals_the_reference(name, extras, splits):
     expected = reference(ctx, q, pages, **options)
     got = kernel(ctx, q, pages, splits=splits, block=16, interpret=True, **options)
     np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("decode", "float8_e4m3fn"), ("decode", "int8"), ("chunks of long sequences", "int8")],
+)
+def test_rounded_pages(name, dtype):
+    ctx, q, pages, sinks, count = arrays(name)
+    pages = jax.jit(round_rows, static_argnums=1)(pages, jnp.dtype(dtype))
+    options: dict[str, Any] = dict(scale=0.2, sinks=sinks, softcap=3.0 if name == "decode" else None)
+    expected = reference(ctx, q, pages, **options)
+    got = kernel(ctx, q, pages, splits=2, block=16, interpret=True, **options)
+    np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_rounded_pages_lower_for_a_gpu(dtype):
+    ctx, *_ = arrays("decode")
+    q, pages = jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((50, PAGE, 4, 64), jnp.bfloat16)
+    pages = jax.eval_shape(lambda x: round_rows(x, jnp.dtype(dtype)), pages)
+    run = jax.jit(lambda ctx, q, pages: kernel(ctx, q, pages, scale=0.1))
+    assert "paged_attention_decode" in run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()

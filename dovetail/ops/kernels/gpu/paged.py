@@ -2,7 +2,8 @@
 
 A program takes a tile of one sequence's new tokens, one key head with all the query heads that share it, and a part of
 the keys (`splits`: few sequences with long pasts would otherwise leave most of the chip idle); the parts are joined by
-their log-sum-exp. Pages are read in place.
+their log-sum-exp. Pages are read in place. fp8 and int8 ones become the dtype of the queries in registers, and the
+scales of int8 rows multiply scores and weights.
 
 T tokens, I tiles of R tokens, M = R * G' rows of a tile, N query heads, K key heads, G = N / K, G' the power of two at
 or above it, H head dim.
@@ -31,7 +32,7 @@ LOG2E = math.log2(math.e)
 def paged_attention(
     ctx: Paged,
     q: jax.Array,  # [T, N, H]
-    pages: jax.Array,  # [P, page, 2K, H]
+    pages: jax.Array,  # [P, page, 2K, H], also rounded ones
     *,
     scale: float,
     window: int | None = None,
@@ -71,7 +72,16 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=f"paged_attention_{'decode' if decode else 'mixed'}",
-    )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H), *given)
+    )(
+        tile_seq,
+        first,
+        count,
+        position,
+        ctx.block_tables,
+        q.reshape(T * N, H),
+        pages.reshape(-1, pages.shape[3]),
+        *given,
+    )
     parts = out.reshape(splits, T, N, H), lse.reshape(splits, T, N)
     return _join(*parts, q.dtype, interpret)
 
@@ -99,7 +109,7 @@ def _kernel(
     N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, decode: bool, scale: float,
     window: int | None, softcap: float | None, block_mask: bool,
 ):  # fmt: skip
-    """Attend one tile: q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H], all indexed by row.
+    """Attend one tile: q [T * N, H], pages [P * page * 2K, ..], out [splits * T * N, H], all indexed by row.
 
     A sink takes a share of the softmax and has no value: the first part begins with it. With `block_mask`, the last of
     the given arrays is `Paged.last_seen`.
@@ -107,7 +117,7 @@ def _kernel(
     *sinks, out_ref, lse_ref = refs
     last_seen_ref = sinks.pop() if block_mask else None
     head, tile, split = pl.program_id(0) % K, pl.program_id(0) // K, pl.program_id(1)
-    H, G = q_ref.shape[1], N // K
+    H, G, has_scales = q_ref.shape[1], N // K, pages_ref.shape[1] > q_ref.shape[1]
     seq, first, count, position = seq_ref[tile], first_ref[tile], count_ref[tile], position_ref[tile]
     row = jnp.arange(rows)
     offset, query_head = row // group, row % group
@@ -115,6 +125,7 @@ def _kernel(
     place = (first + offset) * N + head * G + query_head
     q_pos = position + offset
     lanes = jnp.arange(H)[None, :]
+    nothing = 0 if pages_ref.dtype == jnp.int8 else 0.0
     # the approximate one, of 11 bits, would be all that is left of f32
     tanh = jnp.tanh if q_ref.dtype == jnp.float32 else plgpu.approx_tanh
     q = plgpu.load(q_ref.at[place[:, None], lanes], mask=real[:, None], other=0.0)
@@ -136,10 +147,11 @@ def _kernel(
         known = k_pos if all_visible else jnp.where(in_use, k_pos, 0)
         page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), known // page_size])
         k_row = ((page * page_size + k_pos % page_size) * (2 * K) + 2 * head)[:, None]
-        masks: dict[str, Any] = {} if all_visible else dict(mask=in_use[:, None], other=0.0)
-        k = plgpu.load(pages_ref.at[k_row, lanes], **masks)
-        v = plgpu.load(pages_ref.at[k_row + 1, lanes], **masks)
+        masks: dict[str, Any] = {} if all_visible else dict(mask=in_use[:, None], other=nothing)
+        k, v = (plgpu.load(pages_ref.at[k_row + i, lanes], **masks).astype(q.dtype) for i in (0, 1))
         scores = plgpu.dot(q, k.T) * (scale * LOG2E if softcap is None else scale / softcap)
+        if has_scales:
+            scores = scores * _scales(pages_ref, k_row, H, masks)[None, :]
         if softcap is not None:
             scores = tanh(scores) * (softcap * LOG2E)
         distance = q_pos[:, None] - k_pos[None, :]
@@ -151,6 +163,8 @@ def _kernel(
         weights = weights if all_visible else jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
+        if has_scales:
+            weights = weights * _scales(pages_ref, k_row + 1, H, masks)[None, :]
         out = out * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v)
         return new_top, total, out
 
@@ -171,6 +185,13 @@ def _kernel(
     place = jnp.where(real, split * q_ref.shape[0] + place, out_ref.shape[0])  # nowhere: no two rows share a place
     plgpu.store(out_ref.at[place[:, None], lanes], out.astype(out_ref.dtype), mask=real[:, None])
     plgpu.store(lse_ref.at[place], lse, mask=real)
+
+
+def _scales(pages_ref, rows: jax.Array, H: int, masks: dict[str, Any]) -> jax.Array:
+    """Return the scales of rows [block, 1] of int8: the four bytes that follow their values."""
+    byte = jnp.arange(4)[None, :]
+    found = plgpu.load(pages_ref.at[rows, H + byte], **masks).astype(jnp.int32) & 255
+    return lax.bitcast_convert_type((found << (8 * byte)).sum(axis=1), jnp.float32)
 
 
 def _join(out: jax.Array, lse: jax.Array, dtype: Any, interpret: bool) -> jax.Array:

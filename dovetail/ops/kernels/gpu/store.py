@@ -17,11 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.paged import token_places
+from dovetail.ops.paged import is_rounded, round_rows, token_places
 
 
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -> jax.Array:
-    """Write as ops.paged.write_heads does: pages [P, page, 2K, H] with k and v [T, K, H]."""
+    """Write as ops.paged.write_heads does: pages [P, page, 2K, H] with k and v [T, K, H].
+
+    What rounded pages store is computed by XLA, whose fusion reads k and v once; the kernel copies it.
+    """
+    if is_rounded(pages):
+        k, v = (round_rows(rows, pages.dtype) for rows in (k, v))
     T, K, H = k.shape
     flat = pages.reshape(-1, H)
     out = pl.pallas_call(
@@ -40,11 +45,13 @@ def _write_kernel(places_ref, k_ref, v_ref, _, pages_ref, *, K: int):
     token = pl.program_id(0)
     place = places_ref[token]
     head = jnp.arange(1 << (K - 1).bit_length())[:, None]
-    lanes = jnp.arange(k_ref.shape[1])[None, :]
-    real = (head < K) & (place * 2 * K < pages_ref.shape[0])  # padding has a place past the end
-    row = jnp.where(real, (place * K + head) * 2, pages_ref.shape[0])
+    H = k_ref.shape[1]
+    lanes = jnp.arange(pl.next_power_of_2(H))[None, :]  # rows of int8 have 4 bytes more
+    is_stored = place * 2 * K < pages_ref.shape[0]  # padding has a place past the end
+    real = (head < K) & (lanes < H) & is_stored
+    row = jnp.where((head < K) & is_stored, (place * K + head) * 2, pages_ref.shape[0])
     for ref, which in ((k_ref, 0), (v_ref, 1)):
-        values = plgpu.load(ref.at[token * K + head, lanes], mask=real, other=0.0)
+        values = plgpu.load(ref.at[token * K + head, lanes], mask=real)
         plgpu.store(pages_ref.at[row + which, lanes], values.astype(pages_ref.dtype), mask=real)
 
 

@@ -40,14 +40,16 @@ def load(ref: Any, index: tuple, columns: int) -> jax.Array:
 
 def load_as(ref: Any, index: tuple, layout: Any, optimized: bool = True, dtype: Any = jnp.float32) -> jax.Array:
     """Return a part of memory in f32, or in this dtype, in this layout."""
+    return load_raw(ref, layout, index, optimized).astype(dtype)
+
+
+def load_raw(ref: Any, layout: Any, index: tuple = (), optimized: bool = False) -> jax.Array:
+    """Return a part of memory in its own dtype, in this layout."""
     read: Any = plgpu.load
+    if _TAKES_INDEX:
+        return read(ref, index, layout=layout, optimized=optimized)
     # jax 0.12 has no argument for the index
-    found = (
-        read(ref, index, layout=layout, optimized=optimized)
-        if _TAKES_INDEX
-        else read(ref.at[index], layout=layout, optimized=optimized)
-    )
-    return found.astype(dtype)
+    return read(ref.at[index] if index else ref, layout=layout, optimized=optimized)
 
 
 def store_as(ref: Any, index: tuple, x: jax.Array) -> None:

@@ -1,0 +1,169 @@
+"""Paged attention of few tokens per sequence on a GPU: hold the kernels to the reference, then time them.
+
+`python benchmarks/decode_attention.py [check] [time]`. `triton` is ops/kernels/gpu/paged.py, `mosaic`
+ops/kernels/gpu/decode.py (Hopper), `reference` XLA's. The rate counts the bytes of keys and values that a step has to
+read, with the scales of int8. A variant that fails is printed and left out.
+
+Layers share the metadata of a step, as in a model: each timed program attends LAYERS times, over pages of its own where
+these would otherwise fit into the L2 cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention import PAGE, inputs, seconds, step_of
+
+from dovetail.core.types import Paged
+from dovetail.ops.kernels.gpu import decode, paged
+from dovetail.ops.paged import is_rounded, round_rows
+from dovetail.ops.paged import paged_attention as reference
+
+LAYERS = 4
+FLOOR = 4.17  # TB/s of an H200 that a copy reaches
+LEAST_BYTES = 1 << 30  # of the pages of a program
+DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
+HEADS = {"Llama 8B": (32, 8, 128), "Qwen3 0.6B": (16, 8, 128), "GPT-OSS": (64, 8, 64)}
+# new tokens of each sequence, and the length after them
+STEPS = {
+    "512 x 640": ([1] * 512, [640] * 512),
+    "64 x 2048": ([1] * 64, [2048] * 64),
+    "1 x 32768": ([1], [32768]),
+    "64 x 2048, 5 tokens": ([5] * 64, [2048] * 64),
+}
+RAGGED = {
+    "decode": ([1] * 7, [1, 16, 63, 64, 65, 700, 2000]),
+    "drafts": ([3, 1, 8, 5, 2], [3, 64, 200, 1029, 130]),
+    "one long": ([1], [5000]),
+}
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 128}, {"window": 300, "softcap": 30.0}, {"sinks": True})
+
+
+def mosaic(ctx: Paged, q: jax.Array, pages: jax.Array, **options: Any) -> jax.Array:
+    """Attend by the kernel for Hopper, or say why not."""
+    if why := decode.why_not_decode(q, pages, ctx.kv_lens.shape[0], False):
+        raise ValueError(why)
+    return decode.paged_attention(ctx, q, pages, **options)
+
+
+KERNELS: dict[str, Callable] = {"triton": paged.paged_attention, "mosaic": mosaic}
+
+
+@functools.cache
+def rounded(dtype: str) -> Callable:
+    """Return the function from pages to those of a dtype."""
+    plain = dtype == "bfloat16"
+    return jax.jit(lambda pages: pages if plain else round_rows(pages, jnp.dtype(dtype)))
+
+
+def attempt(name: str, run: Callable) -> float:
+    """Return what `run` returns, or NaN and print why."""
+    try:
+        return run()
+    except Exception as error:
+        print(f"{name} FAILED {error!s:.300}", flush=True)
+        return float("nan")
+
+
+# --- correctness ------------------------------------------------------------------------------------------------------
+
+
+def check() -> None:
+    """Print the largest difference to the reference in f32, with NaN in unused slots of pages that can hold it."""
+    print(f"{'heads':>14} {'step':>9} {'options':>34} {'pages':>14}", *(f"{name:>9}" for name in KERNELS))
+    for heads in ((32, 8, 128), (64, 8, 64), (14, 2, 64), (8, 2, 256)):
+        for step in RAGGED:
+            for options in OPTIONS if heads == (64, 8, 64) else OPTIONS[:1]:
+                for dtype in DTYPES:
+                    found = [
+                        attempt(name, functools.partial(_difference, run, heads, step, dtype, dict(options)))
+                        for name, run in KERNELS.items()
+                    ]
+                    cells = " ".join(f"{x:9.5f}" for x in found)
+                    print(f"{heads!s:>14} {step:>9} {options!s:>34} {dtype:>14} {cells}", flush=True)
+
+
+def _difference(run: Callable, heads: tuple[int, int, int], step: str, dtype: str, options: dict[str, Any]) -> float:
+    counts, lengths = RAGGED[step]
+    ctx, num_pages = step_of(counts, lengths)
+    q, pages = inputs(num_pages, sum(counts), heads)
+    pages = rounded(dtype)(pages)
+    options["scale"] = heads[2] ** -0.5
+    if "sinks" in options:
+        options["sinks"] = jax.random.normal(jax.random.key(9), (heads[0],))
+    exact = pages if is_rounded(pages) else pages.astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda q, pages: reference(ctx, q, pages, **options))(q.astype(jnp.float32), exact)
+    if dtype != "int8":
+        used = _used(ctx, lengths, num_pages)
+        pages = jnp.where(used[:, :, None, None], pages.astype(jnp.float32), jnp.nan).astype(pages.dtype)
+    got = jax.jit(lambda q, pages: run(ctx, q, pages, **options))(q, pages)
+    return float(jnp.abs(got.astype(jnp.float32) - want).max())
+
+
+def _used(ctx: Paged, lengths: Sequence[int], num_pages: int) -> np.ndarray:
+    """Return which slots [P, page] hold a key."""
+    used, tables = np.zeros((num_pages, PAGE), bool), np.asarray(ctx.block_tables)
+    for row, length in enumerate(lengths):
+        at = np.arange(length)
+        used[tables[row, at // PAGE], at % PAGE] = True
+    return used
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def read_bytes(lengths: Sequence[int], heads: tuple[int, int, int], dtype: str) -> int:
+    """Return the bytes of the keys and values of a step."""
+    row = jax.eval_shape(rounded(dtype), jax.ShapeDtypeStruct((1, 1, 1, heads[2]), jnp.bfloat16))
+    return sum(lengths) * 2 * heads[1] * row.size * row.dtype.itemsize
+
+
+def rate(run: Callable, heads: tuple[int, int, int], step: str, dtype: str, **options: Any) -> float:
+    """Return TB/s."""
+    counts, lengths = STEPS[step]
+    ctx, num_pages = step_of(counts, lengths)
+    nbytes = read_bytes(lengths, heads, dtype)
+    copies = min(LAYERS, -(-LEAST_BYTES // nbytes))
+    pages = rounded(dtype)(inputs(copies * num_pages, 1, heads)[1])
+    qs = [inputs(1, sum(counts), heads, seed)[0] for seed in range(LAYERS)]
+    options["scale"] = heads[2] ** -0.5
+
+    @jax.jit
+    def program(ctx: Paged, qs: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
+        own = [dataclasses.replace(ctx, block_tables=ctx.block_tables + i % copies * num_pages) for i in range(LAYERS)]
+        return [run(each, q, pages, **options) for each, q in zip(own, qs, strict=True)]
+
+    return LAYERS * nbytes / seconds(program, ctx, qs, pages) / 1e12
+
+
+def measure() -> None:
+    """Print the table of rates."""
+    print(f"{'heads':>11} {'step':>20} {'pages':>14}", *(f"{name:>8}" for name in KERNELS), f" TB/s of {FLOOR}")
+    for name, heads in HEADS.items():
+        sinks = {"sinks": jnp.ones(heads[0])} if name == "GPT-OSS" else {}
+        for step in STEPS:
+            for dtype in DTYPES:
+                found = [
+                    attempt(kernel, functools.partial(rate, run, heads, step, dtype, **sinks))
+                    for kernel, run in KERNELS.items()
+                ]
+                cells = " ".join(f"{x:8.2f}" for x in found)
+                print(f"{name:>11} {step:>20} {dtype:>14} {cells}", flush=True)
+    run = functools.partial(rate, reference, HEADS["Llama 8B"], "64 x 2048", "float8_e4m3fn")
+    print(f"the reference, Llama 8B, 64 x 2048, fp8: {attempt('reference', run):.2f} TB/s")
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or ["check", "time"]
+    if "check" in wanted:
+        check()
+    if "time" in wanted:
+        measure()

@@ -1,0 +1,127 @@
+"""Paged attention of few tokens per sequence on Hopper: the kernel interpreted and lowered, and where it is chosen."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+from jax._src.state.types import TransformedRef, TransposeTransform
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dovetail.core.types import Paged
+from dovetail.ops import dispatch
+from dovetail.ops.kernels.gpu import decode, decode_kernel
+from dovetail.ops.paged import paged_attention as reference
+from dovetail.ops.paged import round_rows
+
+# heads, new tokens of each sequence, its length after them, tokens of a page, parts, options
+CASES = {
+    "decode": ((8, 2, 64), [1, 1], [130, 40], 16, 1, {}),
+    "parts": ((8, 2, 128), [1, 1], [200, 40], 16, 2, {"window": 70, "softcap": 5.0, "sinks": np.arange(8) / 4}),
+    "drafts": ((6, 2, 64), [2, 5], [2, 100], 8, 2, {"sinks": np.ones(6)}),
+    "one tile": ((4, 2, 256), [8], [130], 128, 1, {"window": 100}),
+}
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """Interpret without layouts, of which the interpreter of jax 0.10 knows as little as of transposed references."""
+
+    def value(x):
+        if isinstance(x, TransformedRef) and isinstance(x.transforms[-1], TransposeTransform):
+            return TransformedRef(x.ref, tuple(x.transforms[:-1]))[...].T
+        return x[...]
+
+    def wgmma(acc, a, b):  # each accumulator has one product
+        acc[...] = jnp.dot(value(a), value(b), preferred_element_type=jnp.float32)
+
+    def store_turned(ref, x):
+        ref[...] = x.astype(ref.dtype).T
+
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(decode_kernel, "ACC", plgpu.SMEM)
+    monkeypatch.setattr(decode_kernel, "load_raw", lambda ref, layout: ref[...])
+    monkeypatch.setattr(decode_kernel, "_store_turned", store_turned)
+    with force_gpu_interpret_mode(InterpretGPUParams()):
+        yield
+
+
+def step(counts: list[int], lengths: list[int], page: int) -> tuple[Paged, np.ndarray]:
+    """Return the context of a step with a row of padding, and which slots of its pages are in use."""
+    rows, width = len(counts) + 1, -(-max(lengths) // page)
+    tables = np.random.default_rng(0).permutation(rows * width).reshape(rows, width)
+    cu, lens = np.full(rows + 1, sum(counts)), np.zeros(rows)
+    cu[: len(counts) + 1], lens[: len(lengths)] = np.cumsum([0, *counts]), lengths
+    used = np.zeros((rows * width, page), bool)
+    for row, length in enumerate(lengths):
+        at = np.arange(length)
+        used[tables[row, at // page], at % page] = True
+    return Paged(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, cu, [len(counts)]))), used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("parts", jnp.bfloat16),
+        ("drafts", jnp.float8_e4m3fn),
+        *(pytest.param(name, jnp.bfloat16, marks=pytest.mark.thorough) for name in ("decode", "drafts", "one tile")),
+        *(
+            pytest.param(name, jnp.float8_e4m3fn, marks=pytest.mark.thorough)
+            for name in ("decode", "parts", "one tile")
+        ),
+    ],
+)
+def test_the_kernel_equals_the_reference(interpret, name, dtype):
+    (N, K, H), counts, lengths, page, splits, options = CASES[name]
+    ctx, used = step(counts, lengths, page)
+    rng = np.random.default_rng(1)
+    q = jnp.asarray(rng.standard_normal((sum(counts), N, H)), jnp.bfloat16)
+    pages = jnp.asarray(rng.standard_normal((*used.shape, 2 * K, H)), dtype).astype(jnp.float32)
+    options = {key: jnp.asarray(x, jnp.float32) if key == "sinks" else x for key, x in options.items()}
+    expected = reference(ctx, q.astype(jnp.float32), pages, scale=H**-0.5, **options)
+    pages = jnp.where(used[:, :, None, None], pages, jnp.nan).astype(dtype)  # as a page's last use may have left it
+    got = decode.paged_attention(ctx, q, pages, scale=H**-0.5, splits=splits, **options)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.01)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [((8, 2, 128), "bfloat16"), ((16, 2, 64), "float8_e4m3fn")])
+def test_the_kernel_lowers_for_a_gpu(heads, dtype):
+    N, K, H = heads
+    ctx, used = step([3, 1], [40, 200], 16)
+    q, pages = (jax.ShapeDtypeStruct(s, t) for s, t in (((4, N, H), jnp.bfloat16), ((*used.shape, 2 * K, H), dtype)))
+    run = jax.jit(lambda ctx, q, pages: decode.paged_attention(ctx, q, pages, scale=0.1, window=300, softcap=30.0))
+    assert "mosaic_gpu" in run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "mosaic_decode"),
+        ({"pages": jnp.float8_e4m3fn}, "mosaic_decode"),
+        ({"pages": jnp.int8}, "triton"),
+        ({"asked": "0"}, "triton"),
+        ({"hopper": False}, "triton"),
+        ({"tokens": 57}, "triton"),  # more than 8 per sequence
+        ({"dim": 32}, "triton"),
+        ({"page": 12}, "triton"),
+        ({"dtype": jnp.float32}, "triton"),
+        ({"block_mask": True}, "triton"),
+    ],
+)
+def test_dispatch_takes_the_kernel_for_few_tokens_if_it_is_asked_for(change, name, monkeypatch):
+    usual = {"tokens": 56, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
+    case = usual | {"asked": "1", "pages": None} | change
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", case["asked"])
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: case["hopper"])
+    monkeypatch.setattr(dispatch, "has_fp8", lambda: True)
+    q = jax.ShapeDtypeStruct((case["tokens"], 32, case["dim"]), case["dtype"])
+    pages = jax.ShapeDtypeStruct((64, case["page"], 16, case["dim"]), case["dtype"])
+    if case["pages"]:
+        pages = jax.eval_shape(lambda x: round_rows(x, jnp.dtype(case["pages"])), pages)
+    tables = jax.ShapeDtypeStruct((7, 64), jnp.int32)
+    got = dispatch.choose_paged("cuda", q, 8, tables=tables, pages=pages, block_mask=case["block_mask"])
+    assert got == name and dispatch.paged_kernel(got).__module__.endswith("decode" if "decode" in name else "paged")
