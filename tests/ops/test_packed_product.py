@@ -57,9 +57,11 @@ def numbers_of_words(name: str) -> np.ndarray:
 def numbers_of(codes: jax.Array, name: str) -> jax.Array:
     """Return codes as `packed_codes.numbers` does."""
 
+    table = numbers_of_words(name)  # not in a thread of XLA, where numpy too takes subnormals for zeros
+
     def look_up(codes: jax.Array) -> np.ndarray:
         words = np.asarray(codes).view(np.uint16).reshape(len(codes), -1, packed_codes.WORDS)
-        return numbers_of_words(name)[words].swapaxes(-1, -2).reshape(len(codes), -1)
+        return table[words].swapaxes(-1, -2).reshape(len(codes), -1)
 
     size = codes.shape[1] * CODES[name][1]
     return jax.pure_callback(look_up, jax.ShapeDtypeStruct((len(codes), size), jnp.bfloat16), codes)
