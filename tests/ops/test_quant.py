@@ -210,8 +210,9 @@ CARDS = [("cuda", True, fp8_matmul), ("cuda", False, None), ("cpu", True, None)]
 @pytest.mark.parametrize("platform, capability, kernel", CARDS)
 def test_fp8_products_need_a_card_that_has_them(monkeypatch, platform, capability, kernel):
     monkeypatch.setattr(dispatch, "_has_fp8", lambda: capability)
-    assert dispatch.quantized_kernel(ROUNDED["fp8"], None, platform, None) is kernel
-    assert dispatch.quantized_kernel(ROUNDED["fp8_block"], None, platform, None) is None
+    x = jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    assert dispatch.quantized_kernel(ROUNDED["fp8"], x, platform, None) is kernel
+    assert dispatch.quantized_kernel(ROUNDED["fp8_block"], x, platform, None) is None
 
 
 @pytest.mark.parametrize("width", [64, pytest.param(96, marks=pytest.mark.thorough)])
