@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 - gives numpy the names of fp8
 import numpy as np
 
 # format: (dtype of its codes, values in each)
@@ -62,7 +62,7 @@ class Format:
             return {"blocks": (size // values * nbytes, np.dtype(np.uint8))}
         dtype, each = CODES[self.name]
         groups = -(-size // self.group) if self.group else 1
-        found = {"codes": (size // each, jnp.dtype(dtype)), "scale": (groups, jnp.dtype(self.scale))}
+        found = {"codes": (size // each, np.dtype(dtype)), "scale": (groups, np.dtype(self.scale))}
         if self.name == "uint4":
             found["zero"] = groups, np.dtype(np.uint8)
         if self.name == "nvfp4":

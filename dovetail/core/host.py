@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
+import mmap
 import os
+import sys
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -47,6 +51,34 @@ def available_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
         cached = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == names.cache]
         known.append(max(0, limit - used + sum(cached)))
     return min(known) if known else host_memory(proc, groups)
+
+
+def return_zeros(address: int, nbytes: int) -> None:
+    """Return the memory of zeros to the system, which gives zeros back where they are read or written next.
+
+    Only Linux does so for memory that stays allocated; elsewhere nothing happens.
+
+    Args:
+        address: Of private memory that no file backs, as malloc returns it.
+        nbytes: Its size; parts of memory pages at both ends are kept.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    page = mmap.PAGESIZE
+    start, end = -(-address // page) * page, (address + nbytes) // page * page
+    if start < end:
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def return_freed() -> None:
+    """Return freed memory to the system: glibc keeps what a compiler has used, hundreds of megabytes."""
+    if sys.platform.startswith("linux") and hasattr(_libc(), "malloc_trim"):
+        _libc().malloc_trim(ctypes.c_size_t(0))
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
 
 
 def _limited_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, int, _Names]]:

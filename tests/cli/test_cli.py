@@ -58,6 +58,14 @@ def test_importing_brings_nothing_heavy(module):
     assert out.stdout.strip() == "[]"
 
 
+def test_the_process_of_a_server_does_not_import_jax():
+    """The engine's process has jax; a second copy takes 170 MB."""
+    modules = "dovetail.serve.http.server, dovetail.io.gguf, dovetail.io.gguf_tokenizer"
+    code = f"import sys, {modules}; print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
 def test_help_names_every_command_with_one_line():
     text = dovetail("--help").stdout
     for command in COMMANDS:

@@ -1,12 +1,15 @@
 """The memory that this process may use: that of the host, or the limit of its control group."""
 
+import mmap
 import os
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dovetail.core.host import available_memory, host_memory, process_age
+from dovetail.core.host import available_memory, host_memory, process_age, return_freed, return_zeros
 
 BUILT_IN = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 V1 = "4:memory:/jobs/one\n3:cpu:/\n0::/\n"
@@ -89,3 +92,14 @@ def test_a_process_knows_how_long_it_has_run():
     before = process_age()
     time.sleep(0.05)
     assert 0 < before < process_age() < 24 * 3600
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives zeros for memory that was returned")
+def test_whole_pages_are_returned_and_read_as_zeros():
+    page = mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, 8 * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    memory[:] = 1
+    return_zeros(memory.ctypes.data + 10, 4 * page)  # the first page and the fifth are not whole
+    assert memory.reshape(8, page).any(1).tolist() == [True, False, False, False, True, True, True, True]
+    return_freed()
+    assert memory.sum() == 5 * page

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dovetail.engine.device.runner import zeros_of
 from dovetail.engine.engine import Engine
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -168,3 +173,19 @@ def test_an_end_token_has_no_text():
         tokens = each.token_ids[:-1] if each.finish_reason == "stop" else each.token_ids
         assert each.text == "".join(f"<{token}>" for token in tokens) + "!"
         assert each.text == "".join(update.text for update in updates if update.index == each.index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives zeros for memory that was returned")
+def test_a_pool_takes_a_cpus_memory_where_it_is_written():
+    place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    before = anonymous()
+    (pool,) = zeros_of([jax.ShapeDtypeStruct((128, 1 << 18), jnp.float32, sharding=place)])
+    assert anonymous() - before < pool.nbytes / 2
+    pool = jax.jit(lambda pool: pool.at[3].set(1), donate_argnums=0)(pool)
+    assert np.asarray(pool[1:5]).sum(axis=1).tolist() == [0, 0, 1 << 18, 0]
+
+
+def anonymous() -> int:
+    """Return the bytes of this process's memory that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))

@@ -18,6 +18,8 @@ from dovetail.core.errors import CheckpointError, UnsupportedError
 from dovetail.core.formats import ROUNDED
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import init
+from dovetail.engine.llm import LLM
+from dovetail.engine.request.params import SamplingParams
 from dovetail.io.load import convert, load, save
 from dovetail.models.formats import formats_of
 from dovetail.models.publish import publish
@@ -221,8 +223,8 @@ def test_logits_are_those_of_the_unpacked_weights(tmp_path):
     np.testing.assert_allclose(split.logits([3, 4, 5]), want, atol=1e-4)
 
 
-def test_gpt_oss_as_published(tmp_path):
-    """Experts in mxfp4, rows of gate and up alternating; all else in bf16."""
+def write_gpt_oss(folder: Path) -> dict[str, np.ndarray]:
+    """Write experts in mxfp4, rows of gate and up alternating; all else is plain. Return the experts' weights."""
     E, width, dim = 4, 32, 64
     cfg = parse_config(dict(
         model_type="gpt_oss", vocab_size=64, hidden_size=dim, intermediate_size=width, num_hidden_layers=1, head_dim=16,
@@ -231,8 +233,8 @@ def test_gpt_oss_as_published(tmp_path):
         tie_word_embeddings=False, hidden_act="silu", attention_bias=True, swiglu_limit=7.0,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ))  # fmt: skip
-    save(tmp_path / "m", cfg, init(spec(cfg), jax.random.key(0), "float32"), None)
-    tensors, at = load_file(tmp_path / "m/model.safetensors"), "model.layers.0.mlp.experts."
+    save(folder, cfg, init(spec(cfg), jax.random.key(0), "float32"), None)
+    tensors, at = load_file(folder / "model.safetensors"), "model.layers.0.mlp.experts."
     dense = {}
     for name, rows, size in (("gate_up_proj", 2 * width, dim), ("down_proj", dim, width)):
         del tensors[at + name]
@@ -241,8 +243,13 @@ def test_gpt_oss_as_published(tmp_path):
         tensors[f"{at}{name}_blocks"] = blocks.reshape(E, rows, size // 32, 16)
         tensors[f"{at}{name}_scales"] = s
         dense[name] = E2M1[q] * 2.0 ** (np.repeat(s.astype(np.float32), 32, -1) - 127)
-    save_file(tensors, tmp_path / "m/model.safetensors")
-    amend(tmp_path / "m", quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]))
+    save_file(tensors, folder / "model.safetensors")
+    amend(folder, quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]))
+    return dense
+
+
+def test_gpt_oss_as_published(tmp_path):
+    dense = write_gpt_oss(tmp_path / "m")
     kept = load(tmp_path / "m", dtype="f32")
     experts = kept.params["layers"][0]["moe"]["experts"]
     np.testing.assert_array_equal(experts["gate"].dense(), dense["gate_up_proj"][:, ::2])
@@ -251,6 +258,26 @@ def test_gpt_oss_as_published(tmp_path):
     plain = load(tmp_path / "m", dtype="f32", quantization="none")
     np.testing.assert_array_equal(plain.params["layers"][0]["moe"]["experts"]["up"], dense["gate_up_proj"][:, 1::2])
     np.testing.assert_allclose(kept.logits([3, 4, 5]), plain.logits([3, 4, 5]), atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout", ["pack-quantized, asymmetric", "gptq", "awq", "bitsandbytes", "fp8 blocks", "gpt-oss"]
+)
+def test_an_engine_gives_the_tokens_of_the_unpacked_weights(layout, tmp_path):
+    """On one device, and under tensor parallelism."""
+    if layout == "gpt-oss":
+        write_gpt_oss(tmp_path / "m")
+    else:
+        write(tmp_path / "m", layout)
+    options = dict(dtype="f32", max_num_seqs=2, max_model_len=32, block_size=8, max_num_batched_tokens=16)
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def tokens(**more: Any) -> list[list[int]]:
+        found = LLM(tmp_path / "m", **options, **more).generate([[3, 4, 5], [50, 60, 7, 8, 9]], sampling)
+        return [list(each.outputs[0].token_ids) for each in found]
+
+    assert tokens() == tokens(tensor_parallel_size=2) == tokens(quantization="none")
 
 
 @pytest.mark.parametrize("scheme", ["int4", "gguf", "4bit"])

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from later import later
 from ops.test_quant import blocks, packed, random
 
@@ -51,6 +53,21 @@ def test_rows_of_odd_sizes(size):
     want, bound = products(x, w)
     np.testing.assert_array_less(np.abs(kernels.packed_rows_matmul(x, w, None, True) - want), 1e-6 * bound)
     np.testing.assert_array_less(np.abs(kernels.packed_rows_matmul(x, w, None) - want), 0.02 * bound)
+
+
+@pytest.mark.thorough
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(FORMATS), rows=st.integers(1, 40), out=st.integers(1, 70), blocks=st.integers(1, 12),
+    exact=st.booleans(),
+)  # fmt: skip
+def test_any_shape(name, rows, out, blocks, exact):
+    """Rows of whole blocks, as every format has them."""
+    size = blocks * (BLOCKS[name][0] if name in BLOCKS else 32)
+    x, w = np.random.default_rng(rows).normal(size=(rows, size)).astype(np.float32), made(name, out, size=size)
+    want, bound = products(x, w)
+    got = np.asarray(kernels.packed_rows_matmul(x, w, None, exact))
+    np.testing.assert_array_less(np.abs(got - want), (1e-6 if exact else 0.02) * bound + 1e-6)
 
 
 def test_experts():

@@ -109,6 +109,21 @@ def test_mxfp4_equals_transformers():
     np.testing.assert_array_equal(ours, theirs.numpy().swapaxes(1, 2))
 
 
+def test_fp8_blocks_equal_transformers():
+    """Each scale of 128 x 128 values is repeated for its rows."""
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    rng = np.random.default_rng(0)
+    codes = (rng.normal(size=(256, 384)) * 50).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.random((2, 3)).astype(np.float32)
+    numbers = torch.tensor(codes.view(np.uint8)).view(torch.float8_e4m3fn)
+    theirs = Fp8Dequantize(None)._dequantize_one(numbers, torch.tensor(scale), torch.float32)
+    arrays = {"codes": jnp.asarray(codes), "scale": jnp.asarray(np.repeat(scale, 128, axis=0))}
+    ours = dense(Quantized(arrays, Format("fp8", 128), jnp.dtype(jnp.float32)))
+    np.testing.assert_array_equal(ours, theirs.numpy())
+
+
 def test_nvfp4():
     """Two codes per byte, the first in the lower half; scales in e4m3 of 16 values each, and one of the row."""
     codes = jnp.asarray([[0x21, *[0] * 7, 0xF7, *[0] * 7]], jnp.uint8)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dovetail.core.compute import Compute
+from dovetail.core.host import return_freed
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import NOTE
 from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
@@ -49,6 +50,7 @@ from dovetail.plan.serve_memory import feature_width, sampler_bytes
 
 log = logging.getLogger(__name__)
 ProgramShape = Shape | EncoderShape
+TRIM_SECONDS = 1.0  # of compilation, from which on the compiler's memory is returned to the system
 MOST_PADDING = 4  # a program with up to this many times a step's tokens is used while the step's own is compiled
 
 
@@ -126,6 +128,8 @@ class StepProgram(NamedTuple):
             step = compile_program(key, self.compile)
             counts.end(seconds := time.perf_counter() - start)
             log.log(level, "compiled %s in %.1f s", self.title, seconds)
+            if seconds > TRIM_SECONDS:
+                return_freed()
         return step
 
 

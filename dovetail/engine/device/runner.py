@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.formats import BLOCKS
+from dovetail.core.host import return_zeros
 from dovetail.core.types import Cache, Packed, Params, Weights
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
@@ -473,8 +474,17 @@ def _placed(host: Any, like: Any) -> Any:
 
 
 def zeros_of(abstract: Any) -> Any:
-    """Allocate the arrays of a tree of abstract ones."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+    """Allocate the arrays of a tree of abstract ones; a CPU's take memory where they are written."""
+    return jax.tree.map(_zeros, abstract)
+
+
+def _zeros(abstract: Any) -> jax.Array:
+    made = jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
+    for shard in made.addressable_shards:
+        if shard.device.platform == "cpu":
+            whole = jax.block_until_ready(shard.data)
+            return_zeros(whole.unsafe_buffer_pointer(), whole.nbytes)
+    return made
 
 
 def abstract_of(arrays: Any) -> Any:

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError, as_user_error
+from dovetail.core.host import return_freed
 from dovetail.engine.interface import CONTROLS, EngineDied, EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.io.images.item import ImagePrompt
@@ -151,6 +152,7 @@ class EngineProcess:
         llm = LLM.from_options(start.model, _options(start), progress=self._progress)
         llm.prepare(self._progress)
         gc.collect()
+        return_freed()
         gc.freeze()  # these objects live as long as the process; a collection that visits them all delays a step
         self._loop = EngineLoop(llm.engine, self._outbox.put, self._on_end)
         self._commands = Commands(self._loop)
