@@ -29,7 +29,8 @@ def server(tokenizer):
     async def engine():
         return Script(tokenizer, 0.01)
 
-    with running(engine, tokenizer) as found:
+    limits = ServerLimits(body_timeout=600.0)  # ten bodies take turns, on a loaded machine for more than a minute
+    with running(engine, tokenizer, limits=limits) as found:
         yield found
 
 
@@ -41,7 +42,7 @@ def padded(body: dict) -> bytes:
 def post(server, path, body, **options):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | options.pop("headers", {})
-    return httpx.post(server.url + path, content=content, headers=headers, timeout=120, **options)
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=600, **options)
 
 
 def readers() -> list[int]:
