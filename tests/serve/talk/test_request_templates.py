@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import resource
 
 import httpx
 import pytest
@@ -11,6 +11,7 @@ from serve.servers import Script, running
 
 from dovetail.core.errors import RequestError
 from dovetail.io.chat import ChatTemplate
+from dovetail.serve.talk import request_templates
 from dovetail.serve.talk.request_templates import RequestTemplates
 
 CHAT = "/v1/chat/completions"
@@ -21,13 +22,17 @@ ENDLESS = "{% for i in range(99999) %}{% if 'b' in 'a' * 50000000 %}{% endif %}{
 HUNGRY = "{% set n = namespace(a=[]) %}{% for i in range(500) %}{% set n.a = n.a + ['a' * 5000000 ~ i] %}{% endfor %}"
 
 
+IGNORING = "trap '' PROF; exec \"$@\""  # as a process does after a profile was taken of it
+
+
 @pytest.fixture(scope="module")
 def templates():
-    """Start the process from one that ignores SIGPROF, as a process does after a profile was taken of it."""
-    found, before = RequestTemplates(), signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    yield found
-    found.close()
-    signal.signal(signal.SIGPROF, before)
+    """Render in a process whose parent ignores SIGPROF."""
+    found, start = RequestTemplates(), request_templates.start_process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_templates, "start_process", lambda *command: start("sh", "-c", IGNORING, "sh", *command))
+        yield found
+        found.close()
 
 
 def test_request_templates_render_as_the_server_does(templates):
@@ -43,11 +48,19 @@ def test_request_templates_render_as_the_server_does(templates):
     assert templates._process is not None and templates._process.poll() is None
 
 
+def children_seconds() -> float:
+    """Return the processor time of this process's children that have ended."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "why"), [(ENDLESS, "2 s of processor time"), (HUNGRY, "memory|Memory")])
 def test_an_endless_template_is_stopped(templates, source, why):
+    used = children_seconds()
     with pytest.raises(RequestError, match=why):
         templates.render(source, {}, HELLO, None)
+    assert children_seconds() - used < 10  # and not all that fits into the limit on real time
     assert templates.render(CHATML, {}, HELLO, None) == "<user>HelloNone"
 
 
