@@ -18,7 +18,7 @@ GPU = AbstractDevice("NVIDIA H200", num_cores=1, platform="gpu")
 
 @contextlib.contextmanager
 def a_device(platform: str):
-    """Describe a kind of GPU: jax 0.12 lowers kernels for one, which a machine without it must be told of.
+    """Describe a kind of GPU: jax 0.12 lowers kernels for one; without it, the device must be described.
 
     On a GPU most kernels are in Triton, of which jax warns since 0.11 (tests/ops/test_gpu_kernels.py). That is expected
     within this context, and an error in all other tests.

@@ -40,7 +40,7 @@ def test_a_module_is_a_pure_function_of_its_parameters():
 
 
 def test_it_is_rematerialised_and_split_over_devices():
-    """As any function of jax: jax.checkpoint, and weights and rows on a mesh of four devices."""
+    """Run a module under jax.checkpoint, and with weights and rows on a mesh of four devices."""
     params, apply = from_module(mlp())
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
     places = {name: P("fsdp") if name.endswith("weight") else P() for name in params}

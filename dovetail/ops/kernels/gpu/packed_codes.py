@@ -1,4 +1,4 @@
-"""How registers of packed codes become bf16 numbers on Hopper, for the kernel of ops/kernels/gpu/packed_product.py.
+"""Unpack registers of codes into bf16 numbers on Hopper, for the kernel of ops/kernels/gpu/packed_product.py.
 
 A thread has 4 consecutive bytes of a row in a register: two words of 16 bits, each with 2 codes of 8 bits or 4 of 4
 bits. A few operations on the register take one code of each word to a pair of bf16 numbers, exactly: the bits of the
