@@ -119,10 +119,10 @@ def choose_paged(
 def reads_rounded(platform: str, dtype: Any) -> bool:
     """Return whether kernels of this platform read pages in a dtype of core.formats.KV_DTYPES.
 
-    Triton converts e4m3 by an instruction of compute capability 8.9. A kernel has the same loads and products as for
-    plain pages; of the conversions the compiled code was read, and no speed measured.
+    They become the default once they have run on a card: so far they were interpreted, and compiled by another Triton.
+    Triton converts e4m3 by an instruction of compute capability 8.9.
     """
-    return platform in NVIDIA and (dtype == jnp.int8 or has_fp8())
+    return platform in NVIDIA and unmeasured() and (dtype == jnp.int8 or has_fp8())
 
 
 def why_not_mosaic(
