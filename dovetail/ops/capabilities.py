@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 
 import jax
 
 from dovetail.core.mesh import Placement
 
 NVIDIA = ("cuda", "gpu")
-
-
-def unmeasured() -> bool:
-    """Return whether kernels that have not been measured on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
-    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
 
 
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:

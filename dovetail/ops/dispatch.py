@@ -26,7 +26,6 @@ from dovetail.ops.capabilities import (
     has_triton,
     is_hopper,
     is_one_gpu,
-    unmeasured,
 )
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
@@ -119,10 +118,9 @@ def choose_paged(
 def reads_rounded(platform: str, dtype: Any) -> bool:
     """Return whether kernels of this platform read pages in a dtype of core.formats.KV_DTYPES.
 
-    They become the default once they have run on a card: so far they were interpreted, and compiled by another Triton.
     Triton converts e4m3 by an instruction of compute capability 8.9.
     """
-    return platform in NVIDIA and unmeasured() and (dtype == jnp.int8 or has_fp8())
+    return platform in NVIDIA and (has_triton() if dtype == jnp.int8 else has_fp8())
 
 
 def why_not_mosaic(
@@ -147,8 +145,8 @@ def why_not_mosaic_decode(
     platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
 ) -> str | None:
     """Return why attention to pages is not left to the kernel for few new tokens per sequence, or None."""
-    if not unmeasured():
-        return "not measured on a card"
+    if has_triton():
+        return "Triton's kernel is there"
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
     if tables is None or pages is None:
@@ -369,7 +367,7 @@ def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placemen
         return few_token_experts
     from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, why_not_packed_experts
 
-    if not unmeasured() or why_not_packed_experts(x, params, glu):
+    if why_not_packed_experts(x, params, glu):
         return None
     log_once("packed experts of few tokens", "mosaic")
     return few_token_packed_experts
@@ -454,14 +452,9 @@ def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placem
 
 
 def why_not_packed_gpu(form: Format, x: Any, platform: str | None, placement: Placement | None, out: int) -> str | None:
-    """Return why Mosaic's kernel does not multiply x by a packed matrix [out, in], or None.
-
-    It becomes the default once it has been measured: so far it was only lowered, and interpreted in part.
-    """
+    """Return why Mosaic's kernel does not multiply x by a packed matrix [out, in], or None."""
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
-    if not unmeasured():
-        return "not measured"
     from dovetail.ops.kernels.gpu.packed_weights import why_not_matrix
 
     return why_not_matrix(form, x, (out, x.shape[-1]))
@@ -513,9 +506,9 @@ def choose_sample(platform: str | None, placement: Placement | None, logits: Any
     """Return the implementation of sampling from logits [S, V]: 'mosaic', 'triton' or 'reference'."""
     if not is_one_gpu(platform, placement):
         return "reference"
-    if is_hopper() and why_not_sample(logits) is None and (unmeasured() or not has_triton()):
-        return "mosaic"
-    return "triton" if has_triton() else "reference"
+    if has_triton():
+        return "triton"
+    return "mosaic" if is_hopper() and why_not_sample(logits) is None else "reference"
 
 
 def sample_kernel(platform: str | None, placement: Placement | None, logits: Any) -> Callable | None:

@@ -102,20 +102,20 @@ def test_the_kernel_lowers_for_a_gpu(heads, dtype):
     [
         ({}, "mosaic_decode"),
         ({"pages": jnp.float8_e4m3fn}, "mosaic_decode"),
-        ({"pages": jnp.int8}, "triton"),
-        ({"asked": "0"}, "triton"),
-        ({"hopper": False}, "triton"),
-        ({"tokens": 57}, "triton"),  # more than 8 per sequence
-        ({"dim": 32}, "triton"),
-        ({"page": 12}, "triton"),
-        ({"dtype": jnp.float32}, "triton"),
-        ({"block_mask": True}, "triton"),
+        ({"pages": jnp.int8}, "reference"),
+        ({"triton": True}, "triton"),
+        ({"hopper": False}, "reference"),
+        ({"tokens": 57}, "reference"),  # more than 8 per sequence
+        ({"dim": 32}, "reference"),
+        ({"page": 12}, "reference"),
+        ({"dtype": jnp.float32}, "reference"),
+        ({"block_mask": True}, "reference"),
     ],
 )
-def test_dispatch_takes_the_kernel_for_few_tokens_if_it_is_asked_for(change, name, monkeypatch):
+def test_dispatch_takes_the_kernel_for_few_tokens_where_there_is_no_triton(change, name, monkeypatch):
     usual = {"tokens": 56, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
-    case = usual | {"asked": "1", "pages": None} | change
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", case["asked"])
+    case = usual | {"triton": False, "pages": None} | change
+    monkeypatch.setattr(dispatch, "has_triton", lambda: case["triton"])
     monkeypatch.setattr(dispatch, "is_hopper", lambda: case["hopper"])
     monkeypatch.setattr(dispatch, "has_fp8", lambda: True)
     q = jax.ShapeDtypeStruct((case["tokens"], 32, case["dim"]), case["dtype"])

@@ -206,14 +206,11 @@ def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
     assert dispatch.choose_sample("cuda", None, array(64, 50_257)) == "reference"
 
 
-def test_sampling_in_mosaic_is_chosen_on_request_until_it_has_been_measured(monkeypatch):
+def test_sampling_is_in_triton_where_there_is_triton(monkeypatch):
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
-    logits, odd, few = (array(64, V, dtype=jnp.float32) for V in (151_936, 50_257, 512))
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
-    assert dispatch.choose_sample("cuda", None, logits) == "triton"
     monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    assert dispatch.choose_sample("cuda", None, logits) == "mosaic"
-    assert dispatch.sample_kernel("cuda", None, logits).__module__.endswith("mosaic.sample")
-    assert dispatch.choose_sample("cuda", None, odd) == dispatch.choose_sample("cuda", None, few) == "triton"
-    monkeypatch.delenv("DOVETAIL_UNMEASURED_KERNELS")
+    logits, odd, few = (array(64, V, dtype=jnp.float32) for V in (151_936, 50_257, 512))
     assert dispatch.choose_sample("cuda", None, logits) == "triton"
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    assert dispatch.sample_kernel("cuda", None, logits).__module__.endswith("mosaic.sample")
+    assert dispatch.choose_sample("cuda", None, odd) == dispatch.choose_sample("cuda", None, few) == "reference"

@@ -61,6 +61,20 @@ def test_rows_of_several_kinds(interpreted, monkeypatch):
     compare(interpreted, 1152, USUAL)  # 9 blocks: more than are looked at first
 
 
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary(interpreted, monkeypatch):
+    """Its neighbours are sampled as usual."""
+    monkeypatch.setattr(truncate, "FEW", 8)
+    V, names = 1152, ["greedy", "usual"]
+    for kind in names:
+        monkeypatch.setitem(KINDS, kind, KINDS[kind] | dict(repeat=2))
+    logits, inputs, history, _ = batch(V, names)
+    bad = np.arange(len(logits)) % 2 == 1
+    tokens = np.asarray(interpreted(jnp.where(bad[:, None], jnp.nan, logits), inputs, history, LISTED)[0])
+    want = np.asarray(reference(logits, inputs, history, LISTED)[0])
+    assert (tokens[~bad] == want[~bad]).all()
+    assert ((tokens >= 0) & (tokens < V)).all()
+
+
 @pytest.mark.thorough
 def test_rows_of_every_kind(interpreted):
     compare(interpreted, 12_032, KINDS)

@@ -223,7 +223,6 @@ def test_packed_experts_lower_for_a_gpu():
 def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_the_kernel_is_chosen_where_it_runs(hopper, monkeypatch, change, why):
     assert (reason is None) == (why is None) and (why or "") in (reason or "")
     kernel = dispatch.quantized_kernel(form, x, "cuda", None, out)
     assert kernel is (None if why else packed_weights.packed_matmul)
-    monkeypatch.delenv("DOVETAIL_UNMEASURED_KERNELS")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     assert dispatch.quantized_kernel(form, x, "cuda", None, out) is None
 
 
@@ -261,5 +260,5 @@ def test_packed_experts_are_chosen_where_they_run(hopper, monkeypatch):
         (params, Glu("gelu")),
     ]:
         assert choose(other, glu) is None
-    monkeypatch.delenv("DOVETAIL_UNMEASURED_KERNELS")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
     assert choose(params) is None

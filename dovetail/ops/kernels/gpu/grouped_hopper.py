@@ -101,6 +101,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 # ------------------------------------------------------------------------------------------------ rows by weights
 
 
+@functools.partial(jax.jit, static_argnames=("transposed", "tiles"))  # equal calls are traced and lowered once
 def rows_product(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: OutputTiles | None = None
 ) -> jax.Array:
@@ -198,6 +199,7 @@ def _store_if(condition: jax.Array, source: Any, target: Any) -> None:
 # ------------------------------------------------------------------------------------------- the weights' gradient
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "tiles"))  # equal calls are traced and lowered once
 def weights_product(
     dy: jax.Array, x: jax.Array, sizes: jax.Array, *, dtype: Any, tiles: OutputTiles | None = None
 ) -> jax.Array:

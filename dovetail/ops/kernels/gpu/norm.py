@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "offset", "interpret"))  # equal calls are traced and lowered once
 def add_rms_norm(
     x: jax.Array,  # [T, D]
     delta: jax.Array | None,  # [T, D]

@@ -2,8 +2,9 @@
 
 A program takes a tile of one sequence's new tokens, one key head with all the query heads that share it, and a part of
 the keys (`splits`: few sequences with long pasts would otherwise leave most of the chip idle); the parts are joined by
-their log-sum-exp. Pages are read in place. fp8 and int8 ones become the dtype of the queries in registers, and the
-scales of int8 rows multiply scores and weights.
+their log-sum-exp. Pages are read in place. int8 ones become the dtype of the queries in registers, and the scales of
+their rows multiply scores and weights. fp8 ones become f16, to which a GPU converts e4m3 by one instruction for two
+numbers; with bf16 it would take several.
 
 T tokens, I tiles of R tokens, M = R * G' rows of a tile, N query heads, K key heads, G = N / K, G' the power of two at
 or above it, H head dim.
@@ -29,6 +30,12 @@ from dovetail.ops.paged import tiles_of
 LOG2E = math.log2(math.e)
 
 
+OPTIONS = (
+    "scale", "window", "softcap", "block", "rows", "splits", "num_warps", "num_stages", "interpret",
+)  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=OPTIONS)  # equal calls are traced and lowered once
 def paged_attention(
     ctx: Paged,
     q: jax.Array,  # [T, N, H]
@@ -129,6 +136,7 @@ def _kernel(
     # the approximate one, of 11 bits, would be all that is left of f32
     tanh = jnp.tanh if q_ref.dtype == jnp.float32 else plgpu.approx_tanh
     q = plgpu.load(q_ref.at[place[:, None], lanes], mask=real[:, None], other=0.0)
+    q = q.astype(jnp.float16) if pages_ref.dtype == jnp.float8_e4m3fn and q.dtype == jnp.bfloat16 else q
     last, reach = q_pos, count  # the last key that each row sees; the keys that the tile sees, from its first token on
     if last_seen_ref is not None:
         last = jnp.maximum(q_pos, plgpu.load(last_seen_ref.at[first + offset], mask=real, other=0))

@@ -20,6 +20,7 @@ from dovetail.core.types import Paged
 from dovetail.ops.paged import is_rounded, round_rows, token_places
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))  # equal calls are traced and lowered once
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -> jax.Array:
     """Write as ops.paged.write_heads does: pages [P, page, 2K, H] with k and v [T, K, H].
 
@@ -58,6 +59,7 @@ def _write_kernel(places_ref, k_ref, v_ref, _, pages_ref, *, K: int):
 HEADS = 8  # a program takes: few enough that one token fills some of the chip
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "offset", "interpret"))  # equal calls are traced and lowered once
 def rotate_store(
     ctx: Paged,
     pages: jax.Array,  # [P, page, 2K, H]

@@ -75,6 +75,7 @@ def draw(
 
         # of a row with nothing left to draw, the reference too takes the first
         token = lax.cond((temperature > 0) & (best > -jnp.inf), draw_one, likeliest)
+        token = jnp.clip(token, 0, line.blocks * BLOCK - 1)  # a row of NaN has no greatest token
         token_ref[row] = token
 
         def score() -> tuple[jax.Array, jax.Array]:
@@ -146,7 +147,7 @@ def _draw(
             ids = load_as(scratch.ids, (slice(None),), of_rows, optimized=False, dtype=jnp.int32)
             mass = jnp.sum(kept.weigh(line.scale(held))[1], axis=1)
             scores = jnp.where(place < found, jnp.log(mass) + noise.at(ids), -jnp.inf)
-            return scratch.ids[best_of(scores, place)]
+            return scratch.ids[jnp.clip(best_of(scores, place), 0, truncate.FEW - 1)]
 
         def from_row() -> jax.Array:
             def weigh(start: Any, logits: jax.Array) -> None:

@@ -36,8 +36,11 @@ class Line:
         return self.ref.shape[1]
 
     def block(self, number: Any) -> jax.Array:
-        """Return the logits of a block [BLOCK]."""
-        return load(self.ref, (self.row, number), BLOCK)
+        """Return the logits of a block [BLOCK].
+
+        In a row of NaN no number is the greatest, so that `number` may be past the last block.
+        """
+        return load(self.ref, (self.row, jnp.clip(number, 0, self.blocks - 1)), BLOCK)
 
     def scale(self, logits: jax.Array) -> jax.Array:
         """Scale logits of this row."""

@@ -5,6 +5,7 @@ T tokens, D model dim.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dovetail.ops.kernels.gpu.mosaic.rows import load
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "offset", "interpret"))  # equal calls are traced and lowered once
 def add_rms_norm(
     x: jax.Array,  # [T, D]
     delta: jax.Array | None,  # [T, D]

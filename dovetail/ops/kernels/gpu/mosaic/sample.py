@@ -16,6 +16,8 @@ from dovetail.ops.kernels.gpu.mosaic.blocks import block_sums
 from dovetail.ops.kernels.gpu.mosaic.draw import Scores, draw
 from dovetail.ops.kernels.gpu.noise import BLOCK
 
+ALIGNED = 64  # numbers of 4 bytes
+
 
 def sample(
     logits: jax.Array,  # [S, V]
@@ -25,6 +27,15 @@ def sample(
     interpret: Any = None,
 ) -> tuple[jax.Array, Scores]:
     """Sample as ops.sample.sample does. The logits are changed in place if the caller has no further use for them."""
+    inputs = jax.tree.map(_own_buffer, inputs)
     logits = adjust(logits.astype(jnp.float32), inputs, history, interpret)
     blocks = logits.reshape(len(logits), -1, BLOCK)
     return draw(blocks, block_sums(blocks, inputs, interpret), inputs, top, interpret)
+
+
+def _own_buffer(x: jax.Array) -> jax.Array:
+    """Return numbers of rows [S] with padding behind them.
+
+    In a step they are slices of one array, and a kernel's buffers begin at multiples of 256 bytes.
+    """
+    return jnp.pad(x, (0, ALIGNED - len(x) % ALIGNED)) if x.ndim == 1 else x

@@ -8,6 +8,7 @@ T tokens, N query heads, K key heads, H head dim.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from dovetail.ops.kernels.gpu.mosaic.rows import WARPS, load_as, tiled
 from dovetail.ops.paged import token_places
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "offset", "interpret"))  # equal calls are traced and lowered once
 def rotate_store(
     ctx: Paged,
     pages: jax.Array,  # [P, page, 2K, H]
