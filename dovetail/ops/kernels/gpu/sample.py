@@ -46,6 +46,7 @@ GATHER = True  # whether a search ends in tokens that are held at once, or goes 
 Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
+@functools.partial(jax.jit, static_argnames=("top", "interpret"))  # traced once for programs with as many rows
 def sample(
     logits: jax.Array,  # [S, V]
     inputs: Any,  # ops.sample.SampleInputs
