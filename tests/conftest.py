@@ -48,12 +48,29 @@ LONGEST_FIRST = """
 """.split()
 
 
+TESTS = Path(__file__).resolve().parent
+
+
 def pytest_configure(config):
+    """Let no two workers compile the same."""
     config.option.loadscopereorder = False  # xdist's own order: the modules of most tests first
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        # Once for all workers, while they collect: numba keeps what it compiled beside the sources
-        kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, paged"
+    if hasattr(config, "workerinput"):
+        if [Path(arg).resolve() for arg in config.args] == [TESTS]:
+            config.args = _from_own_part(config.workerinput)
+    elif getattr(config.option, "numprocesses", None):
+        subprocess.run([sys.executable, "-m", "compileall", "-q", TESTS.parent / "dovetail"], check=False)
+        # While the workers collect: numba keeps what it compiled beside the sources
+        kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, packed_rows, paged"
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
+
+
+def _from_own_part(worker: dict) -> list[str]:
+    """Return the folders of tests/, first those that no other worker begins with: pytest keeps what it rewrote."""
+    rooms = sorted(
+        str(path) for path in TESTS.iterdir() if path.match("[a-z]*") and (path.is_dir() or path.match("test_*.py"))
+    )
+    first = int(worker["workerid"].removeprefix("gw")) * len(rooms) // worker["workercount"]
+    return rooms[first:] + rooms[:first]
 
 
 # One worker runs all tests of the real model's server (tests/serve/conftest.py), and those of the command that serves
@@ -66,6 +83,8 @@ REAL_SERVER = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
+    if hasattr(config, "kernels"):
+        config.kernels.wait()  # before the first test
     if config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -90,7 +109,7 @@ def pytest_sessionfinish(session):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-COSTLY = [line for line in (Path(__file__).parent / "costly.txt").read_text().splitlines() if line[:1] != "#"]
+COSTLY = [line for line in (TESTS / "costly.txt").read_text().splitlines() if line[:1] != "#"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does
@@ -99,7 +118,7 @@ def pytest_collection_modifyitems(items):
         if item.nodeid.startswith(tuple(COSTLY)):
             item.add_marker(pytest.mark.thorough)
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST_FIRST)))
+    items.sort(key=lambda item: (place.get(item.path.stem, len(LONGEST_FIRST)), str(item.path)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from later import later
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.dispatch import choose_packed, choose_paged, page_row
-from dovetail.ops.kernels.cpu.paged import paged_attention as numba_attention
 from dovetail.ops.kernels.gpu.paged import paged_attention as triton_attention
 from dovetail.ops.kernels.tpu import needs
 from dovetail.ops.kernels.tpu import packed as splash
@@ -19,6 +19,7 @@ from dovetail.ops.kernels.tpu.paged import flat_attention
 from dovetail.ops.packed import on_mesh, packed_attention
 from dovetail.ops.paged import paged_attention, write_heads
 
+numba = later("dovetail.ops.kernels.cpu.paged")
 T, N, K, H, PAGE = 300, 4, 2, 16, 8
 IMAGES = ((5, 25), (26, 30), (120, 280))  # where each image starts and ends
 WINDOWS = [None, 9]
@@ -95,6 +96,10 @@ def triton(ctx: Paged, q, pages, **options):
 
 def flat(ctx: Paged, q, pages, **options):
     return flat_attention(ctx, q, pages, kv_heads=K, interpret=pltpu.InterpretParams(), **options)
+
+
+def numba_attention(*args, **options):
+    return numba.paged_attention(*args, **options)
 
 
 CHUNKS = ((0, 3), (3, 27 + 3), (30, 31), (31, 290), (290, 291), (291, T))

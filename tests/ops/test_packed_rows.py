@@ -18,9 +18,12 @@ from dovetail.ops.quant.weight import Quantized
 kernels = later("dovetail.ops.kernels.cpu.packed_rows")
 FORMATS = (*BLOCKS, "int8", "int4", "int4_asym")
 X = jax.ShapeDtypeStruct((1, 256), jnp.float32)
-pytestmark = pytest.mark.skipif(
-    dispatch.why_not_packed(Format("q4_1"), X, "cpu", None) is not None, reason="no kernel on this CPU"
-)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _has_kernel():
+    if why := dispatch.why_not_packed(Format("q4_1"), X, "cpu", None):  # imports the kernels, which compiles them
+        pytest.skip(why)
 
 
 def made(name: str, *out: int, size: int) -> Quantized:
