@@ -44,6 +44,8 @@ test: style
 	$(PY) -m pytest -q -m "not thorough and not tpu" --durations=25 $(PYTEST_ARGS); code=$$?; \
 	wait $$types || code=1; cat $(VENV)/pyright.log; exit $$code
 
+# Modules marked slow are not imported either (tests/conftest.py).
+test-fast: PYTEST_ARGS := -n 2 --dist loadscope
 test-fast: $(STAMP)
 	$(PY) -m pytest -q -m "not slow and not thorough and not tpu" $(PYTEST_ARGS)
 

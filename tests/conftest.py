@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import functools
 import gc
+import re
 import signal
 import subprocess
 import sys
@@ -59,9 +60,25 @@ def pytest_configure(config):
             config.args = _from_own_part(config.workerinput)
     elif getattr(config.option, "numprocesses", None):
         subprocess.run([sys.executable, "-m", "compileall", "-q", TESTS.parent / "dovetail"], check=False)
-        # While the workers collect: numba keeps what it compiled beside the sources
-        kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, packed_rows, paged"
-        config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
+        if not _is_fast(config):
+            # While the workers collect: numba keeps what it compiled beside the sources
+            kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, packed_rows, paged"
+            config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
+
+
+def _is_fast(config) -> bool:
+    """Return whether `make test-fast` runs, which has a minute."""
+    return "not slow" in config.option.markexpr
+
+
+SLOW_MODULE = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out a module that is slow as a whole before it is imported."""
+    if _is_fast(config) and collection_path.match("test_*.py"):
+        return bool(SLOW_MODULE.search(collection_path.read_text())) or None
+    return None
 
 
 def _from_own_part(worker: dict) -> list[str]:

@@ -20,6 +20,8 @@ import examples.assistant.__main__ as start
 from examples.assistant.__main__ import parse
 from examples.assistant.picture import MAX_BYTES, PictureError, clean
 
+pytestmark = pytest.mark.slow
+
 TOOLS = ["log_meal", "search_food", "day_summary", "delete_entry"]
 
 

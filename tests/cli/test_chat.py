@@ -24,6 +24,8 @@ from dovetail.cli.chat_partner import ChatOptions, Local, Remote, Thought, _betw
 from dovetail.core.errors import RequestError
 from dovetail.core.files import write_atomic
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
@@ -337,7 +339,6 @@ def test_through_a_pipe():
     assert (out.returncode, out.stdout, out.stderr) == (0, "Hi!\n", "")
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_with_a_real_engine(smollm2_gguf, optimised):
     out = pipe(str(smollm2_gguf), "--temperature", "0", "--max-tokens", "12", lines="What is the capital of France?\n")

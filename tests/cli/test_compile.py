@@ -32,6 +32,8 @@ from dovetail.train.next_token import next_token
 from dovetail.train.prepare import prepare
 from dovetail.train.settings import Pretrain
 
+pytestmark = pytest.mark.slow
+
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
@@ -197,7 +199,6 @@ class TestWithLibtpu:
         with refuses("--topology", naming="v5e:3x3"):
             tpu_devices(parse("v5e:3x3"))
 
-    @pytest.mark.slow
     def test_tiny(self):
         """In a process of its own, as a user would: the environment is set before jax is there."""
         program = "from dovetail.cli.compile import app; app()"

@@ -22,6 +22,8 @@ from dovetail.core.errors import MissingFileError, MissingPackageError
 from dovetail.engine.llm import LLM
 from dovetail.io.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 LETTERS = [chr(c) for c in range(33, 127)]
 VOCAB = 160  # of the reference models
 SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, block_size=16)
@@ -165,7 +167,6 @@ def test_without_bos_the_first_token_is_not_scored(eval_model):
     assert rows["bits_per_byte"] == pytest.approx(-logprobs[:-1].sum() / 3 / math.log(2), abs=1e-4)
 
 
-@pytest.mark.slow
 def test_the_command_measures_a_jsonl_file(folder, tmp_path):
     data, out = tmp_path / "held_out.jsonl", tmp_path / "out.json"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "a dog", "")))
@@ -268,7 +269,6 @@ def task(tmp_path, monkeypatch):
     return tmp_path / "two.yaml"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # lm-eval's packages have their own
 def test_a_local_task_runs_end_to_end(eval_model, task):
     (row,) = evaluate.run_tasks(eval_model, [str(task)], "tiny")

@@ -20,6 +20,8 @@ from dovetail.models.registry import read_model, shipped_models, shipped_shapes
 from dovetail.plan.prediction import Prediction
 from dovetail.train.report.metrics import save_prediction
 
+pytestmark = pytest.mark.slow
+
 GEMMA = ("serve", "gemma3-27b", "--on", "v6e-8", "--in", "2048", "--out", "512", "--concurrency", "64")
 
 

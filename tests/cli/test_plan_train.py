@@ -12,6 +12,8 @@ from dovetail.core import recipe
 from dovetail.core.errors import RecipeError, UserError
 from dovetail.train.settings import Pretrain
 
+pytestmark = pytest.mark.slow
+
 ASKED = ["train", "llama3-8b", "--on", "v5e-64", "--batch", "1M", "--seq", "8192", "--tokens", "1T"]
 
 

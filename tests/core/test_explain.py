@@ -17,6 +17,7 @@ from dovetail.tune.settings import Distill, Dpo, Draft, Reward, Sft
 TRAININGS = (Pretrain, Sft, Dpo, Reward, Distill, Rl, Draft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", TRAININGS, ids=lambda cls: cls.__name__)
 def test_every_key_has_a_meaning_and_a_default(cls):
     keys = explained(cls)

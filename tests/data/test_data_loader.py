@@ -15,6 +15,8 @@ from dovetail.core.types import Batch
 from dovetail.data.loader import LONGEST_CYCLE, Loader, Mixture, cycle_shares, open_data
 from dovetail.data.settings import PACKINGS, Data, Source
 
+pytestmark = pytest.mark.slow
+
 LENGTH, BATCH = 64, 8
 
 

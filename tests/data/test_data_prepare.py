@@ -18,6 +18,8 @@ from dovetail.data import tokenise
 from dovetail.data.settings import Data, Source
 from dovetail.io.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 def tokenizer(bos=False, eos="</s>") -> Tokenizer:
     words = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "a", "b", "c"])}

@@ -104,6 +104,7 @@ def sentencepiece():
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", SPECIAL)
 def test_marked_templates_give_the_mask_of_transformers(family, name, chat):
@@ -186,6 +187,7 @@ def test_a_stable_template_makes_one_document_of_a_conversation(family):
     assert list(written(one.tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
 
 
+@pytest.mark.slow
 def test_the_template_of_smollm2(smollm2_gguf):
     from dovetail.data.encoder import find_tokenizer
 

@@ -19,6 +19,8 @@ from dovetail.data.records import from_list
 from dovetail.data.settings import Keys, TuningData, TuningSource
 from dovetail.train.rows import Rows
 
+pytestmark = pytest.mark.slow
+
 LENGTH, BATCH = 96, 4
 
 

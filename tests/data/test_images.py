@@ -13,6 +13,8 @@ from dovetail.data.augment import OPERATIONS, eval_image, inception_box, train_i
 from dovetail.data.image_loader import open_image_data
 from dovetail.data.image_settings import Augment, ImageData
 
+pytestmark = pytest.mark.slow
+
 CHANGED = Augment(crop_area=0.3, randaugment=2, magnitude=7)
 
 

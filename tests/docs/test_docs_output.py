@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from dovetail.cli.main import app
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = "120"
 COMPARED = re.compile(r"dovetail (plan (train|serve|rl|storage) |recipes )")
 

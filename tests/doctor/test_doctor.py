@@ -12,6 +12,8 @@ from dovetail.doctor import Finding, differences, exit_code, numerics, speed, us
 from dovetail.doctor.numerics import burn, chain
 from dovetail.doctor.system import is_busy, load, system
 
+pytestmark = pytest.mark.slow
+
 
 def found(findings, about):
     return [one for one in findings if one.about == about]

@@ -18,12 +18,13 @@ from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
 from dovetail.plan.serve_memory import bytes_beside
 
+pytestmark = pytest.mark.slow
+
 EVERY_PROGRAM = True
 
 GIB = 2**30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor", "room"),
     [("llama3.1", 1, {}), ("llama3.1", 2, {}), ("llama3.1", 2, dict(max_loras=2)), ("smolvlm", 2, {})],
@@ -47,7 +48,6 @@ def test_the_programs_are_those_that_an_engine_runs(name, tensor, room):
         assert jax.tree.map(_form, ours.abstract) == jax.tree.map(_form, theirs.abstract)
 
 
-@pytest.mark.slow
 def config(**options):
     return make_llm("llama3.1", load_format="dummy", **options).config
 
@@ -66,7 +66,6 @@ def test_a_step_for_devices_that_are_not_here_is_counted():
     assert made.flops(least) * most.rows == pytest.approx(made.flops(most))
 
 
-@pytest.mark.slow
 def test_over_devices_prompts_gather_logits_and_no_weights():
     options = EngineOptions.of(OPTIONS | dict(tensor_parallel_size=2, kv_cache_memory_bytes=2**20, dtype="bf16"))
     made = abstract_engine(

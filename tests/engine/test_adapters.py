@@ -16,6 +16,8 @@ from dovetail.core.errors import CheckpointError, RequestError
 from dovetail.engine.llm import LLM
 from dovetail.io.load import load
 
+pytestmark = pytest.mark.slow
+
 peft = later("peft")
 
 NAMES = [None, "a", "b", "a", "b", None, "b", "a"]
@@ -84,7 +86,6 @@ def test_a_batch_with_several_adapters_equals_peft(llm, folders):
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["phi3", "qwen3", "deepseek-v3"])
 def test_other_families(model, tmp_path):
     """Phi joins q, k and v on disk already; DeepSeek's latents are multiplied from either side."""
@@ -95,7 +96,6 @@ def test_other_families(model, tmp_path):
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed(model, ours)
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_on_two_devices(folders):
     llm = make_llm("llama3.1", lora_modules=folders, tensor_parallel_size=2)

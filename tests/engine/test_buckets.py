@@ -16,6 +16,8 @@ from dovetail.engine.request.sequence import Request, Sequence
 from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "a GPU": Buckets(512, 16384, 512),
     "an 8B model on an H200": Buckets(512, 16384, 512, step_seconds=(3.3e-3, 16e-6)),

@@ -33,6 +33,8 @@ from dovetail.models.mtp import with_mtp
 from dovetail.models.registry import parse_config, read_config
 from dovetail.models.spec import spec
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = 4
 PROMPTS = mixed_prompts(5, most=60)
 SIZES = {name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -208,7 +210,6 @@ def test_stop_strings_inside_a_block(llm, temperature):
 HARD = ["dspark", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("itself", "eagle3", *OTHERS))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", HARD)
 def test_over_two_devices_and_with_adapters(kind, tmp_path):
     folder = target_folder(kind, tmp_path)

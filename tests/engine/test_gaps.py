@@ -19,6 +19,8 @@ from dovetail.engine.request.sequence import Request, Sequence
 from dovetail.engine.schedule.plan import PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.engine.schedule.step_time import STEP_SECONDS, Pace
 
+pytestmark = pytest.mark.slow
+
 EVERY_PROGRAM = True
 
 LONG = replace(GREEDY, max_tokens=120)
@@ -74,7 +76,6 @@ def gained(engine: Engine, steps: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
 def test_streams_go_on_while_the_program_of_another_is_compiled(llm, compiler):
     """Return the parameters of a request that no compiled program serves: its step keeps hidden states."""
     engine = llm.engine
@@ -101,7 +102,6 @@ def test_streams_go_on_while_the_program_of_another_is_compiled(llm, compiler):
     assert len(scored.prompt_logprobs or ()) == len(PROMPT)
 
 
-@pytest.mark.slow
 def test_requests_beyond_the_compiled_rows_wait_and_others_continue(llm, compiler):
     engine = llm.engine
     engine.add("a", PROMPT[:8], LONG)
@@ -120,7 +120,6 @@ def test_requests_beyond_the_compiled_rows_wait_and_others_continue(llm, compile
     assert together == alone
 
 
-@pytest.mark.slow
 def test_a_request_alone_waits_for_its_program(llm, compiler):
     threading.Timer(0.5, compiler.goes_on.set).start()
     (found,) = llm.generate(PROMPT[:8], replace(GREEDY, prompt_logprobs=1))
@@ -161,7 +160,6 @@ def test_a_step_is_limited_to_compiled_shapes(demand, budget, wanted, ready, exp
 # --- long prompts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_long_prompt_is_computed_in_steps_of_limited_time_and_streams_go_on_between_them(llm):
     engine, plans = llm.engine, []
     engine.pace = Pace(8192, STEP_SECONDS / 40)  # as on a machine that computes 40 tokens in the time of a step

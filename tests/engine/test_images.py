@@ -40,6 +40,8 @@ from dovetail.models.spec import spec
 from dovetail.models.towers.vision import Vision
 from dovetail.plan.serve_memory import feature_bytes, held
 
+pytestmark = pytest.mark.slow
+
 IMAGE = 7  # the image token
 LENGTH = 96  # of the reference's rows
 BATCHED = 24  # tokens of a step, fewer than two images have

@@ -27,6 +27,8 @@ from dovetail.ops.dispatch import choose_paged
 from dovetail.ops.paged import round_rows, stored_values
 from dovetail.plan.serve_memory import local_rows
 
+pytestmark = pytest.mark.slow
+
 CFG = parse_config(dict(
     model_type="llama", vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, hidden_act="silu",
     num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=64, rms_norm_eps=1e-5,

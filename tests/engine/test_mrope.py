@@ -30,6 +30,8 @@ from dovetail.io.load import load
 from dovetail.io.peft import save_adapter
 from dovetail.models.lora import Lora, lora_spec
 
+pytestmark = pytest.mark.slow
+
 peft = later("peft")
 
 NAME = "qwen3-vl"

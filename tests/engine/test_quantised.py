@@ -29,6 +29,8 @@ from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from dovetail.ops.quant.weight import is_quantized, rounded
 
+pytestmark = pytest.mark.slow
+
 CFG = parse_config(dict(
     model_type="llama", vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=1, hidden_act="silu",
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64, rms_norm_eps=1e-5,

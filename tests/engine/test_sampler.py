@@ -17,6 +17,8 @@ from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.ops import sample as ops
 
+pytestmark = pytest.mark.slow
+
 V, EOS, STOP = 100, 99, 98
 SLOTS = 4
 

@@ -240,6 +240,7 @@ def test_first_come_first_served():
     assert starts == seqs
 
 
+@pytest.mark.slow
 def test_waste_stays_below_4_percent_on_mixed_lengths():
     rng = random.Random(0)
     scheduler = make(64, 2048, pages=4096, size=16, max_model_len=2048)
@@ -309,6 +310,7 @@ def test_commit_wants_tokens_for_every_row():
             scheduler.commit(plan, np.zeros(shape, np.int32), STOPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 8])
 def test_512_sequences_are_scheduled_in_little_time(steps, capsys):
     scheduler = make(512, 8192, pages=60000, size=16, max_model_len=4096, max_decode_steps=steps)

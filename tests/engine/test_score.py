@@ -21,6 +21,8 @@ from dovetail.engine.options import EngineOptions
 from dovetail.io.load import convert, load, save
 from dovetail.models.registry import parse_config
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 6, 7], [11, 9, 30, 44, 12, 3, 8, 100, 101, 4, 31, 32, 33, 34, 35, 36, 37], [7]]
 CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "a fox"}]
 SMALL = dict(

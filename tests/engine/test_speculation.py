@@ -25,6 +25,8 @@ from dovetail.engine.spec.ngram import NgramDrafter
 from dovetail.engine.spec.speculator import Speculator
 from dovetail.engine.spec.suffix import SuffixDrafter, SuffixTrie, likeliest
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = 5
 SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
 PROMPTS = mixed_prompts(5)
@@ -145,7 +147,6 @@ def test_a_request_can_turn_it_off(llm):
     assert engine.engine.stats().speculation.draft_tokens == 0
 
 
-@pytest.mark.slow
 def test_over_two_devices():
     llm = make_llm("llama3.1", speculative_config={"num_speculative_tokens": DRAFTS}, tensor_parallel_size=2)
     llm.runner.steps.all([llm.runner.buckets.verify(8, DRAFTS)])

@@ -10,6 +10,8 @@ from tune.small_models import model_folder
 from dovetail.interop.nnx import from_nnx, to_nnx
 from dovetail.io.load import load
 
+pytestmark = pytest.mark.slow
+
 nnx = pytest.importorskip("flax.nnx")
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 16)).astype(np.int32)
 

@@ -433,6 +433,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_template_is_refused_with_its_line(attack, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_PASSES", 20_000)

@@ -14,6 +14,8 @@ import pytest
 
 from dovetail.io import compiled
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
 from dovetail.io.compiled import compile_program, load_program, program_key

@@ -42,6 +42,7 @@ def sentencepiece(make_backend) -> Tokenizer:
 # --- equal to decoding at once --------------------------------
 
 
+@pytest.mark.slow
 @property_test
 @given(data=st.data(), skip_special=st.booleans())
 def test_any_ids_give_the_text_of_decode(tokenizer, data, skip_special):

@@ -13,6 +13,8 @@ from dovetail.io.fewest import Fewest
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 RUNS = [
     " ",
     "\n",

@@ -200,6 +200,7 @@ def test_quantised_weights_equal_the_gguf_packages_own_numbers(tiny, kind):
     np.testing.assert_array_equal(to_llama_cpp_order(checkpoint.read(query).astype(np.float32), HEADS), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_blocks_are_kept_as_they_lie_in_the_file(tiny, model_type):
     """Rows in Hugging Face's order, experts one by one; vectors, routers and plain tensors are arrays."""
@@ -265,6 +266,7 @@ def test_reading_a_name_or_shape_that_is_not_there(tiny):
 # --- config ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", BLOCKS)
 def test_transformers_takes_the_config_for_the_model_it_describes(tiny, model_type):
     """A model that transformers builds from our config has exactly these weights and shapes."""

@@ -19,6 +19,8 @@ from dovetail.io.load import load
 from dovetail.io.peft import read_adapter, save_adapter
 from dovetail.models.lora import Lora, attach, lora_spec, merge
 
+pytestmark = pytest.mark.slow
+
 peft = later("peft")
 
 

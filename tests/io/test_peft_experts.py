@@ -22,7 +22,10 @@ from dovetail.models.lora import Lora, attach, merge
 peft = later("peft")
 
 # PEFT looks for the names of patterns among modules alone, and then takes them for parameters all the same
-pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
+]
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

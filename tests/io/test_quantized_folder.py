@@ -27,6 +27,8 @@ from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from dovetail.ops.quant.weight import is_quantized
 
+pytestmark = pytest.mark.slow
+
 D, F, HEADS, KV, H = 192, 128, 4, 2, 32
 LLAMA = dict(
     model_type="llama", vocab_size=64, hidden_size=D, intermediate_size=F, num_hidden_layers=1, hidden_act="silu",

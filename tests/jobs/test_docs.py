@@ -13,6 +13,8 @@ from dovetail.cli.job import app
 from dovetail.jobs import preflight
 from dovetail.jobs.spec import from_text
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(home, tmp_path, monkeypatch):
@@ -56,7 +58,6 @@ def test_story_1_up_to_the_confirmation(run, tmp_path, monkeypatch):
     assert real.exit_code == 1 and all(line in real.output for line in printed)
 
 
-@pytest.mark.slow
 def test_story_2_runs(run, tmp_path):
     (tmp_path / "work" / "train.py").write_text("import sys; print(sys.argv[2])")
     (tmp_path / "work" / "choose.py").write_text("print('lr 3e-3 is best')")

@@ -24,6 +24,8 @@ from dovetail.jobs.spec import make
 from dovetail.jobs.store import JobStore
 from dovetail.jobs.web import Pages
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job(home, tmp_path, monkeypatch):

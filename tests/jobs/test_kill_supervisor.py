@@ -7,6 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

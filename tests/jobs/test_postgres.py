@@ -52,6 +52,8 @@ from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.spec import make
 from dovetail.jobs.store import JobStore
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("psycopg", reason="pip install 'dovetail[postgres]'")
 _numbers = itertools.count()
 

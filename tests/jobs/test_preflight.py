@@ -26,6 +26,8 @@ from dovetail.jobs import actions, preflight
 from dovetail.jobs.backends.kube import NoClusterError
 from dovetail.jobs.spec import make
 
+pytestmark = pytest.mark.slow
+
 TPU = ("backend=gcp-tpu", "accelerator=v6e-8", "command=true", "gcp.ssh_user=me")
 GKE = ["backend=gke", "accelerator=v6e-8", "command=true", "environment.image=i"]
 ZONE, PROJECT = "zones=[us-east5-b]", "gcp.project=p"
@@ -132,7 +134,6 @@ def test_jobs_that_cannot_start_are_refused_from_python(store):
     assert store.job(job.id).status == "failed"
 
 
-@pytest.mark.slow
 def test_jobs_that_can_start_pass(place, monkeypatch):
     pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
     pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")

@@ -18,6 +18,8 @@ from refusals import refuses
 from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.store import JobStore
 
+pytestmark = pytest.mark.slow
+
 WORK = "from dovetail.jobs.store import JobStore; from dovetail.jobs.queue import *; "
 WORK += "import sys; QueueWorker(TaskQueue(JobStore(Path(sys.argv[1])), 'q'), lease=1.0, grace=5.0).run()"
 

@@ -24,7 +24,7 @@ from dovetail.jobs.supervisor import orphans
 # Slurm signals one process after another: a sleep that dies first must not end its shell, nor may what is saved be a
 # child's work.
 FOR_EVER = "while :; do sleep 1 & wait; done"
-pytestmark = pytest.mark.usefixtures("slurm_here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm_here")]
 
 
 def job(store, **given):

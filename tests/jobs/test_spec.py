@@ -14,6 +14,8 @@ from dovetail.jobs.script import script
 from dovetail.jobs.secrets import shown, take
 from dovetail.jobs.spec import from_text, load, make, to_text
 
+pytestmark = pytest.mark.slow
+
 FULL = """
 name: llama-1b
 recipe: llama3-1b

@@ -16,6 +16,8 @@ import pytest
 from dovetail.jobs import files
 from dovetail.jobs.store import JobStore
 
+pytestmark = pytest.mark.slow
+
 ALICE, BOB, EVE, LAB = 61101, 61102, 61103, 61200
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as several Unix users")
 
@@ -84,7 +86,6 @@ def test_a_group_shares_a_folder_under_any_umask(folder):
         assert mode(path) == expected and path.stat().st_gid == LAB
 
 
-@pytest.mark.slow
 @needs_root
 def test_a_spec_changed_by_another_user_is_not_run(folder):
     """By a command, in the files, and in the tables, which every user of the store can write."""

@@ -31,6 +31,7 @@ def config(name: str, **changes) -> dict:
 # ------------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unknown_field_is_refused_by_name(name):
     with refuses("my_new_trick"):
@@ -238,6 +239,7 @@ def test_a_window_bounds_the_cost_and_shared_layers_keep_no_cache():
     assert kv_bytes_per_token(whole) - kv_bytes_per_token(shared) == (2 * 2 * 16 + 2 * 2 * 24) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("deepseek-v3", marks=pytest.mark.thorough)])
 def test_random_weights(name):
     tree = spec(parse_config(config(name)))

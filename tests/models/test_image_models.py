@@ -15,6 +15,8 @@ from dovetail.models.spec import flops_per_token, spec
 from dovetail.models.towers.classifier import to_patches
 from dovetail.models.towers.siglip import centred
 
+pytestmark = pytest.mark.slow
+
 TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 VISION = dict(TOWER, image_size=24, patch_size=8)
 TEXT = dict(TOWER, vocab_size=99, max_position_embeddings=7, projection_size=32)

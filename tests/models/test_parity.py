@@ -16,6 +16,8 @@ from dovetail.io.load import load
 from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.ops.paged import token_rows
 
+pytestmark = pytest.mark.slow
+
 FAST = {"llama3.1", "gemma3", "glm4"}
 NAMES = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES]
 # those whose attention differs in more than ropes, names and biases

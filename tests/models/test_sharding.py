@@ -21,6 +21,8 @@ from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.models.spec import spec
 from dovetail.ops.paged import token_rows
 
+pytestmark = pytest.mark.slow
+
 # name -> (family, what differs from the reference): two layers, for compiling is all the time; experts that divide
 MODELS = {
     "dense": ("llama3.1", {}),
@@ -219,7 +221,6 @@ def _paged_on_one(model: str) -> np.ndarray:
     return paged(on_one(model))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", corners(["dense", "gpt-oss", "deepseek-v3"], ["gpt-oss"]))
 def test_gradients(model):
     """The backward pass too, through the experts' exchange."""

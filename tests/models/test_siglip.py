@@ -12,6 +12,8 @@ from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.models.towers.encoder import Encoder
 from dovetail.models.towers.siglip import Siglip, centred, siglip_names
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(hidden_size=32, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, image_size=24)
 
 

@@ -20,6 +20,8 @@ from dovetail.io.load import convert, load
 from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.ops.rope import spatial_positions
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {"one image": [5, 4], "three items": [3, 2, 1, 6], "no image": [9], "image first": [0, 7]}
 PAGE = 4
 FAST = {"smolvlm", "gemma3"}
@@ -147,7 +149,6 @@ def _last_seen(prompt: Example) -> np.ndarray:
     return np.asarray(ends, np.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rules", [TRAIN, SERVE], ids=["train", "serve"])
 @pytest.mark.parametrize("name", ["smolvlm", "gemma4", "qwen3-vl"])
 def test_features_on_a_mesh_are_those_of_one_device(name, rules):

@@ -10,6 +10,8 @@ import pytest
 from dovetail.ops.adapter import Adapted, Widened, choose, merged, of_rows
 from dovetail.ops.linear import grouped, matmul, per_head
 
+pytestmark = pytest.mark.slow
+
 
 def random(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)

@@ -19,6 +19,8 @@ from dovetail.ops.kernels.tpu.paged import flat_attention
 from dovetail.ops.packed import on_mesh, packed_attention
 from dovetail.ops.paged import paged_attention, write_heads
 
+pytestmark = pytest.mark.slow
+
 numba = later("dovetail.ops.kernels.cpu.paged")
 T, N, K, H, PAGE = 300, 4, 2, 16, 8
 IMAGES = ((5, 25), (26, 30), (120, 280))  # where each image starts and ends
@@ -113,7 +115,6 @@ def test_paged_in_chunks_that_hold_whole_images(window, attention, chunks):
     np.testing.assert_allclose(in_chunks(attention, (2 * K, H), chunks, window), expected(window), atol=1e-5)
 
 
-@pytest.mark.slow  # the interpreter takes its time
 @pytest.mark.parametrize(
     "attention, row, window",
     [(triton, (2 * K, H), None), (flat, (128,), 9)]

@@ -16,6 +16,8 @@ from dovetail.ops.kernels.gpu import decode, decode_kernel
 from dovetail.ops.paged import paged_attention as reference
 from dovetail.ops.paged import round_rows
 
+pytestmark = pytest.mark.slow
+
 # heads, new tokens of each sequence, its length after them, tokens of a page, parts, options
 CASES = {
     "decode": ((8, 2, 64), [1, 1], [130, 40], 16, 1, {}),
@@ -62,7 +64,6 @@ def step(counts: list[int], lengths: list[int], page: int) -> tuple[Paged, np.nd
     return Paged(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, cu, [len(counts)]))), used
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -179,6 +179,7 @@ def test_small_kernels_are_mosaics_where_they_are_as_fast(monkeypatch, name, sha
     assert small(name, *shape, dtype=jnp.float16) == "triton"
 
 
+@pytest.mark.slow
 def test_info_says_which_backend_runs_and_why(monkeypatch):
     def rows() -> dict[str, str]:
         return {operation: name for operation, platform, name in describe() if platform == "cuda"}

@@ -12,6 +12,8 @@ from dovetail.ops import dispatch, moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import experts as kernel
 
+pytestmark = pytest.mark.slow
+
 D, F = 128, 64
 
 
@@ -62,7 +64,6 @@ def test_the_tiles_have_every_pair_once(T, E, k, monkeypatch):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 interprets transposed references first")
 @pytest.mark.parametrize("T", [3, 12], ids=["all tokens", "sorted"])
 def test_the_kernel_equals_the_reference(T):

@@ -12,6 +12,8 @@ from later import later
 
 from dovetail.ops import dispatch, linear
 
+pytestmark = pytest.mark.slow
+
 kernels = later("dovetail.ops.kernels.cpu.few_rows")
 CHUNK = 64  # of the kernel
 

@@ -13,6 +13,8 @@ from jax import lax
 from dovetail.ops import dispatch
 from dovetail.ops.kernels.gpu import grouped_hopper as kernel
 
+pytestmark = pytest.mark.slow
+
 M, N, K, E = 256, 128, 128, 3
 SIZES = {"uneven": [77, 0, 179], "rows in no group": [3, 128, 50]}
 INTERPRETS = jax.__version_info__ >= (0, 11, 2)
@@ -29,7 +31,6 @@ def ragged(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of jax < 0.11.2 knows no transposed operands")
 @pytest.mark.parametrize("kind", SIZES)
 def test_product_and_gradients_equal_ragged_dot(monkeypatch, kind):

@@ -16,6 +16,8 @@ from dovetail.io.load import load
 from dovetail.models.decoder import forward, unembed
 from dovetail.ops.linear import grouped, joined_name, matmul, matmuls, per_head
 
+pytestmark = pytest.mark.slow
+
 
 def random(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)

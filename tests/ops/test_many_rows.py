@@ -15,6 +15,8 @@ from later import later
 from dovetail.ops import dispatch, linear
 from dovetail.ops.describe import describe
 
+pytestmark = pytest.mark.slow
+
 kernels = later("dovetail.ops.kernels.cpu.many_rows")
 BLOCK, SLICE = 64, 640  # of the kernel
 

@@ -10,6 +10,8 @@ import pytest
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router, _positions, experts, experts_reference, route
 
+pytestmark = pytest.mark.slow
+
 T, D, E, F, K = 12, 16, 8, 10, 3
 ROUTERS = {
     "mixtral": Router(E, 2, normalize=True),

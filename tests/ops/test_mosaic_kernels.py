@@ -15,6 +15,8 @@ from dovetail.ops.norm import rms_norm
 from dovetail.ops.paged import write_heads
 from dovetail.ops.rope import Rope, rotate
 
+pytestmark = pytest.mark.slow
+
 INTERPRET = InterpretGPUParams()
 
 

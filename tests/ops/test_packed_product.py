@@ -25,6 +25,8 @@ from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.unpack import E2M1_VALUES
 from dovetail.ops.quant.weight import Quantized
 
+pytestmark = pytest.mark.slow
+
 FORMATS = {
     "int8": Format("int8"),
     "fp8": Format("fp8"),
@@ -209,7 +211,6 @@ def test_the_kernel_lowers_for_a_gpu(name, T, size):
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.slow
 def test_packed_experts_lower_for_a_gpu():
     run = jax.jit(lambda *args: packed_weights.few_token_packed_experts(*args, Glu(limit=7.0)))
     lowered = run.trace(*some_experts(24, FORMATS["mxfp4"])).lower(lowering_platforms=("cuda",))

@@ -15,6 +15,8 @@ from dovetail.core.formats import BLOCKS, Format
 from dovetail.ops import dispatch
 from dovetail.ops.quant.weight import Quantized
 
+pytestmark = pytest.mark.slow
+
 kernels = later("dovetail.ops.kernels.cpu.packed_rows")
 FORMATS = (*BLOCKS, "int8", "int4", "int4_asym")
 X = jax.ShapeDtypeStruct((1, 256), jnp.float32)

@@ -23,6 +23,8 @@ from dovetail.ops.quant.rounded import fp8_matmul
 from dovetail.ops.quant.unpack import E2M1_VALUES, NF4_VALUES
 from dovetail.ops.quant.weight import Quantized, rounded
 
+pytestmark = pytest.mark.slow
+
 BY_HAND = [name for name in ROUNDED if name not in ("w8a8", "fp8_block")]
 
 

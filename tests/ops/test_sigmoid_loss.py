@@ -10,6 +10,8 @@ from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.ops import sigmoid_loss as module
 from dovetail.ops.sigmoid_loss import reference_sigmoid_loss, sigmoid_loss
 
+pytestmark = pytest.mark.slow
+
 B, E = 16, 8
 
 

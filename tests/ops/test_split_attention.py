@@ -8,6 +8,8 @@ import pytest
 from dovetail.ops import bidirectional, dispatch
 from dovetail.ops.kernels.gpu import bidirectional as kernel
 
+pytestmark = pytest.mark.slow
+
 N, P, K, H, D = 2, 128, 2, 72, 24
 NAMES = {"q": K, "k": K, "v": K}
 

@@ -58,6 +58,7 @@ def test_a_cpu_with_less_memory_recomputes_or_splits_more():
     assert plans[0].settings == derive(cfg, settings, None, 4).settings  # nothing else changes for one that fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_model_larger_than_the_hosts_memory_is_refused(devices):
     """Its devices share it: more of them would not help."""
@@ -106,6 +107,7 @@ def test_a_small_model_on_one_device_needs_nothing():
     assert (s.remat, s.per_device, s.accumulate) == ("none", 8, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chip", "devices", "slices"),
     [
@@ -129,6 +131,7 @@ def test_less_memory_means_more_recomputation_or_fewer_rows():
     assert plans[-1].remat != "none" or plans[-1].per_device < plans[0].per_device
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_one_device_is_split():
     assert sound(derive(*load("llama3-8b"), CHIPS["H100"], 8)).mesh.fsdp > 1
     assert sound(derive(*load("smollm2-135m"), CHIPS["H100"], 8)).mesh.fsdp == 1
@@ -253,6 +256,7 @@ def test_remat_policies_are_in_order():
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.5 * sizes[-1]
 
 
+@pytest.mark.slow
 def test_scan_folds_deep_runs_of_layers_and_of_groups():
     assert layers_folded(read_model("llama3-8b")) == 32
     assert layers_folded(read_model("gemma3-4b")) == 30, "five times five local layers and a global one"
@@ -263,6 +267,7 @@ def test_scan_folds_deep_runs_of_layers_and_of_groups():
     assert ("scan", "true", "30 layers in a row compile as a group of 6") in found.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chip", "devices", "looped"), [("H200", 1, False), ("H200", 8, False), ("v5e", 16, True)])
 def test_layers_are_scanned_where_it_costs_nothing(chip, devices, looped):
     """28 of them: on GPUs with whole weights a loop would cost a quarter of the speed."""

@@ -26,6 +26,8 @@ from dovetail.plan.train_memory import LOOPED, LOOPED_ENCODER, memory
 from dovetail.train.settings import Pretrain
 from dovetail.tune.settings import Sft
 
+pytestmark = pytest.mark.slow
+
 QWEN, LLAMA = "qwen3-0.6b", "llama3-1b"
 MIXTRAL = dict(
     model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,

@@ -159,6 +159,7 @@ def test_the_data_of_a_page(torus, served):
     assert sum(memory.values()) == pytest.approx(data(served)["plans"][0]["limit"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_page_shows_the_command_of_a_plan_and_what_is_not_served():
     cfg, work = read_model("llama3-70b"), Workload(1024, 256, 8)
     over = serving_page("llama3-70b", plan_serving(cfg, parse("v5e-16"), work), lambda plan: "no command starts it")

@@ -25,6 +25,8 @@ from dovetail.plan.serve_memory import held
 from dovetail.plan.serve_plan import Workload, degrees, frontier, plan_serving
 from dovetail.plan.serve_time import Replica
 
+pytestmark = pytest.mark.slow
+
 SMALL = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
     vocab_size=256, max_position_embeddings=512, rms_norm_eps=1e-5, hidden_act="silu", head_dim=16,

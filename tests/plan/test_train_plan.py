@@ -28,6 +28,8 @@ from dovetail.plan.train_plan import Prices, losers, misfits, plan_training, row
 from dovetail.plan.train_time import step_time
 from dovetail.tune.settings import Sft
 
+pytestmark = pytest.mark.slow
+
 DAY = 86_400
 
 

@@ -20,6 +20,8 @@ from dovetail.train.prepare import prepare
 from dovetail.train.pretrain import pretrain_class
 from dovetail.train.settings import Pretrain
 
+pytestmark = pytest.mark.slow
+
 
 class Case(NamedTuple):
     recipe: str

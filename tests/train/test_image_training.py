@@ -19,6 +19,8 @@ from dovetail.train.image_settings import ImagePretrain
 from dovetail.train.pretrain import pretrain_class, pretrain_settings
 from dovetail.train.settings import Pretrain
 
+pytestmark = pytest.mark.slow
+
 TOWER = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 VISION = dict(TOWER, image_size=8, patch_size=4, model_type="siglip_vision_model")
 TEXT = dict(TOWER, vocab_size=257, max_position_embeddings=16, projection_size=16, pad_token_id=256)

@@ -19,6 +19,8 @@ from dovetail.ops.quant.unpack import unpack
 from dovetail.tune.quantize.quantize import quantize
 from dovetail.tune.quantize.rounding import WeightInputs, gptq, nearest
 
+pytestmark = pytest.mark.slow
+
 rng = np.random.default_rng(0)
 
 

@@ -18,6 +18,8 @@ from dovetail.io.hub import PUBLISHED
 from dovetail.plan.derive import derive
 from dovetail.plan.refusal import smallest
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = [(training, name) for training in recipe.TRAININGS[1:] for name in recipe.shipped(training)]
 # What makes a step of each small enough for a model of a few thousand weights.
 SMALL = ["steps=1", "precision.compute=f32", "eval.every=0"]

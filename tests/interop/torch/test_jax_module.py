@@ -20,6 +20,8 @@ from dovetail.models.decoder import trunk, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 9))
 
 

@@ -24,6 +24,8 @@ from dovetail.interop.torch.language_model import TorchLanguageModel
 from dovetail.models.registry import FAMILIES
 from dovetail.serve.remote.wire import StartEngine
 
+pytestmark = pytest.mark.slow
+
 VOCAB, END = 257, 256
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,

@@ -15,6 +15,8 @@ from torch import nn
 from dovetail.core.errors import UnsupportedError
 from dovetail.interop.torch import from_module, implement
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 
 

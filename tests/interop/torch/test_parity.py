@@ -11,6 +11,8 @@ from torch import nn
 import dovetail as dt
 from dovetail.interop.torch import parity
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 TOKENS = [5, 9, 2, 61, 33, 7]
 

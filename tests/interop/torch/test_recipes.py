@@ -31,6 +31,8 @@ from dovetail.train.rows import Opened
 from dovetail.train.settings import Pretrain
 from dovetail.tune.settings import Dpo, Sft
 
+pytestmark = pytest.mark.slow
+
 FILE = f"{Path(__file__).parent}/torch_models.py"
 GPT2 = {"torch": f"{FILE}:gpt2", "args": {"vocab": 257}}
 RECIPE = {

@@ -26,6 +26,8 @@ from dovetail.tune.rl.rewards.model_rewards import torch_scorer
 from dovetail.tune.rl.rewards.reward import reward_of
 from dovetail.tune.settings import Distill, Dpo
 
+pytestmark = pytest.mark.slow
+
 FILE = f"{Path(__file__).parent}/torch_models.py"
 GPT2 = {"torch": f"{FILE}:gpt2"}
 

@@ -15,6 +15,8 @@ from torch import nn
 from dovetail.core.mesh import make_mesh
 from dovetail.interop.torch import train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 FSDP = {"data": 2, "fsdp": 2}
 RNG = np.random.default_rng(0)

@@ -13,6 +13,8 @@ from vision_models import vision_reference
 from dovetail.io.images.processor import read_processor
 from dovetail.io.load import load
 
+pytestmark = pytest.mark.slow
+
 HALF = image_cases.HALF
 MODELS = {
     "smolvlm": ("smolvlm", {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 32}, **HALF}),

@@ -59,6 +59,7 @@ def test_a_whole_text(sample: str):
     assert kinds == [Content] * bool(before) + [CallStart, CallArguments, CallEnd] * len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_text_cut_anywhere_gives_the_same_result(sample: str):
     written, message = SAMPLES[sample]
@@ -75,6 +76,7 @@ def test_a_text_cut_anywhere_gives_the_same_result(sample: str):
         assert events_of(parser_for(written), pieces) == whole, pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_truncated_text_keeps_its_certain_part(sample: str):
     written, message = SAMPLES[sample]
@@ -94,6 +96,7 @@ def test_a_truncated_text_keeps_its_certain_part(sample: str):
         assert ended.calls == found.calls and ended.content.startswith(found.content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_cut_off_after_a_call_no_part_of_a_marker_is_content(sample: str):
     """Wherever an answer that is only calls is cut off, nothing of it is text; nor is half the marker after a call."""
@@ -129,6 +132,7 @@ arguments = st.fixed_dictionaries(
 calls = st.lists(st.tuples(st.sampled_from(["look_up", "run-it.now"]), arguments), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", WRITTEN)
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(calls, st.randoms(use_true_random=False))
@@ -151,6 +155,7 @@ def test_json_passes_as_it_is_written(written: str):
     assert [call.arguments for call in parse(text, TOOL_FORMATS[WRITTEN[written][0]]).calls] == [odd]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     st.sampled_from(sorted(WRITTEN)),

@@ -130,6 +130,7 @@ def write(name: str, calls: list) -> str:
     return text.replace(', "id": "abcdefghi"', "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["real", "marked"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_admits_what_fits_and_nothing_else(name: str, kind: str, request):
@@ -188,6 +189,7 @@ BOUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_calls_are_parsed(name: str, marked: Tokenizer):
     """Every text of the grammar is read as calls by the parser."""

@@ -19,6 +19,8 @@ from dovetail.jobs.backends.kube import KubeNamespace
 from dovetail.jobs.backends.tpu_ssh import SshResult
 from dovetail.jobs.job import Attempt, Resource
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
 NAME = "dt-a1b2-1"
 

@@ -7,6 +7,8 @@ from refusals import refuses
 from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.jobs.terraform import hcl, terraform
 
+pytestmark = pytest.mark.slow
+
 hcl2 = pytest.importorskip("hcl2")
 
 

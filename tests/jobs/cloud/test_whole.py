@@ -20,6 +20,8 @@ from dovetail.jobs.backends import chooser
 from dovetail.jobs.store import JobStore
 from dovetail.jobs.supervisor import JobSupervisor, orphans
 
+pytestmark = pytest.mark.slow
+
 # gcloud compute tpus tpu-vm ssh NODE ...: a folder for each VM. gcloud storage cp: a folder for all buckets.
 GCLOUD = """#!/bin/sh
 if [ "$1" = storage ]; then

@@ -20,6 +20,8 @@ from dovetail.models.draft.registry import draft_kind, parse_draft
 from dovetail.models.registry import parse_config
 from dovetail.plan.serve_memory import held_draft
 
+pytestmark = pytest.mark.slow
+
 TEXT = dict(
     vocab_size=160, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, head_dim=16,
     num_key_value_heads=2, global_head_dim=24, sliding_window=6, hidden_size_per_layer_input=0,

@@ -23,6 +23,8 @@ from dovetail.models.draft.draft import DraftCall, Target
 from dovetail.models.draft.registry import draft_kind
 from dovetail.models.registry import parse_config
 
+pytestmark = pytest.mark.slow
+
 V, D, U, PAGE = 61, 32, 20, 4
 LAYER = dict(
     model_type="qwen3", vocab_size=V, hidden_size=D, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -28,6 +28,8 @@ from dovetail.models.mtp import mtp_layer, with_mtp
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=128, num_hidden_layers=2,

@@ -32,6 +32,8 @@ from dovetail.models.draft.registry import draft_kind, parse_draft
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=128, rms_norm_eps=1e-5,

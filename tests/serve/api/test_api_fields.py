@@ -22,6 +22,8 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.api import anthropic, chat, completions, controls, pooling, requests, responses, status
 from dovetail.serve.api.requests import Body
 
+pytestmark = pytest.mark.slow
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 # It writes all that it is given, so that whatever reaches it shows in the prompt.
 TEMPLATE = (

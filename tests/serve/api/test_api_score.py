@@ -17,6 +17,8 @@ from dovetail.engine.options import EngineOptions
 from dovetail.serve.api.pooling import EmbeddingRequest, _embeddings
 from dovetail.serve.remote.client import EngineClient
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def scripted(tokenizer):
@@ -82,7 +84,6 @@ def test_bad_score_requests_are_refused(scripted, body, param):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-@pytest.mark.slow
 def test_a_reward_model(tmp_path):
     """It scores, and refuses to generate text."""
     own, tokenizer = judge(tmp_path), small_tokenizer()
@@ -106,7 +107,6 @@ def test_a_reward_model(tmp_path):
         assert wrong.status_code == 400 and "token ids from 0" in wrong.json()["error"]["message"]
 
 
-@pytest.mark.slow
 def test_score_requires_a_reward_model(tokenizer):
     from reference_models import reference
 

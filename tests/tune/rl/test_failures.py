@@ -17,6 +17,8 @@ from dovetail.tune.rl.rewards.model_rewards import JudgeReward, ModelReward
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import KINDS, reward_of
 
+pytestmark = pytest.mark.slow
+
 CHAT = [{"role": "user", "content": "2+2?"}]
 
 

@@ -38,6 +38,8 @@ from dovetail.tune.rl.losses import (
     value_loss,
 )
 
+pytestmark = pytest.mark.slow
+
 NAN, NO_NUMBERS = np.nan, [np.nan, np.inf, -np.inf, 1e30]
 LONGEST = 9
 LOSSES = {
@@ -376,7 +378,6 @@ TRL_CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", TRL_CASES)
 def test_loss_and_gradient_match_trl(trl, case):
     loss_type, level, loss_fn, beta, parts = TRL_CASES[case]
@@ -392,7 +393,6 @@ def test_loss_and_gradient_match_trl(trl, case):
         np.testing.assert_allclose(share, own._metrics["train"]["clip_ratio/region_mean"][0], rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.0, 0.2, 0.55])
 def test_top_entropy_quantile_matches_trl(trl, quantile):
     rows, loss_fn = rollout(11, absent=[-3.0, 0.5]), Clipped(0.2, 0.28)
@@ -410,7 +410,6 @@ def test_top_entropy_quantile_matches_trl(trl, quantile):
     np.testing.assert_allclose(grads, want_grads, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 def test_scale_rewards_matches_trl(trl, scale):
     """TRL computes this within its generation: its lines are repeated here, with its nanstd."""

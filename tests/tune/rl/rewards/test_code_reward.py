@@ -12,6 +12,8 @@ from dovetail.tune.rl.rewards.completion import NoReward, block_of
 from dovetail.tune.rl.rewards.sandbox import isolation_here
 from dovetail.tune.rl.rewards.worker import time_limit
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "I would write\n```python\ndef double(n):\n    return 2 * n if n < 10 else 0\n```\nas asked."
 TESTS = ["assert double(1) == 2", "assert double(0) == 0", "assert double(50) == 100"]
 

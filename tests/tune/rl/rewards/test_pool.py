@@ -21,6 +21,8 @@ from dovetail.tune.rl.rewards.model_rewards import ModelReward
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import RewardFunction, reward_of
 
+pytestmark = pytest.mark.slow
+
 SOME = (["p"] * 3, ["a", "bb", "ccc"])
 
 

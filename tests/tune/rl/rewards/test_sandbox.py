@@ -14,6 +14,8 @@ from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.tune.rl.rewards import sandbox
 from dovetail.tune.rl.rewards.sandbox import Limits, bytes_written, isolation_here, run_python
 
+pytestmark = pytest.mark.slow
+
 QUICK = Limits(seconds=10.0)
 
 
