@@ -74,20 +74,17 @@ def test_it_is_chosen_where_a_cpu_computes_in_f32():
     assert choose_paged("cpu", jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), 2) == "reference"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 16, 200])
 @pytest.mark.parametrize("tokens, decoding", [(1, True), (9, True), (300, True), (2, False), (4096, False)])
-def test_slices_hold_every_unit_once(monkeypatch, threads, tokens, decoding):
-    monkeypatch.setattr(paged, "threads", lambda: threads)
-    slices = paged.slices_of(tokens, 3, decoding)
-    assert [unit for start, end in slices for unit in range(start, end)] == list(range(3 * tokens))
-    assert len(slices) % 2 == 0 and len(slices) <= 2 * paged.MOST_PARTS
-    assert decoding or all(start % 3 == 0 for start, _ in slices), "prompts are cut between tokens"
+def test_chunks_are_few_and_of_whole_tokens_unless_few_tokens_decode(tokens, decoding):
+    size = paged.chunk_of(tokens, 3, decoding)
+    assert -(-3 * tokens // size) <= paged.CHUNKS
+    assert size % 3 == 0 or (decoding and 3 * tokens <= paged.CHUNKS)
 
 
-def test_a_long_batch_has_more_parts_than_xla_keeps_to_one_thread(monkeypatch):
-    monkeypatch.setattr(paged, "threads", lambda: 2)
-    for tokens, decoding in ((64, True), (8, True), (256, False)):
-        assert len(paged.slices_of(tokens, 3, decoding)) // 2 > 9
+def test_a_layer_is_one_call():
+    ctx, q, pages = batch("prompts", heads=4, kv_heads=2, dim=16)
+    text = jax.jit(lambda *a: paged.paged_attention(*a, scale=0.3)).lower(ctx, q, pages).as_text()
+    assert text.count(f"@{paged.NAME}") == 1
 
 
 def test_a_nan_sequence_does_not_affect_others():
