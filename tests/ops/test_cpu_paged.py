@@ -12,8 +12,10 @@ from later import later
 from dovetail.core.types import Paged
 from dovetail.ops.dispatch import choose_paged
 from dovetail.ops.paged import paged_attention as reference
+from dovetail.ops.paged import write_heads
 
 paged = later("dovetail.ops.kernels.cpu.paged")
+store = later("dovetail.ops.kernels.cpu.store")
 
 pytestmark = pytest.mark.slow
 
@@ -92,3 +94,20 @@ def test_a_nan_sequence_does_not_affect_others():
     first = int(ctx.block_tables[0, 0])
     got = jax.jit(lambda *a: paged.paged_attention(*a, scale=0.3))(ctx, q, pages.at[first].set(jnp.nan))
     assert np.isnan(got[0]).any() and np.isfinite(got[1:63]).all()
+
+
+@pytest.mark.parametrize("name", corners(BATCHES, ["mixed", "nothing"]))
+def test_written_pages_equal_those_of_the_reference(name):
+    ctx, _, pages = batch(name, heads=4, kv_heads=2, dim=16)
+    tokens = BATCHES[name][1]
+    k, v = np.random.default_rng(1).normal(size=(2, tokens, 2, 16)).astype(np.float32)
+    got, want = (jax.jit(f)(ctx, pages, k, v) for f in (store.write_heads, write_heads))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_pages_that_are_donated_are_written_in_place():
+    ctx, _, pages = batch("decode", heads=4, kv_heads=2, dim=16)
+    new = jnp.ones((3, 2, 16), jnp.float32)
+    step = jax.jit(lambda pages: store.write_heads(ctx, pages, new, new), donate_argnums=0).lower(pages).compile()
+    found = step.memory_analysis()
+    assert found.alias_size_in_bytes == pages.nbytes and found.temp_size_in_bytes < pages.nbytes
