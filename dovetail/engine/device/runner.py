@@ -388,8 +388,7 @@ class Runner:
         Returns:
             Seconds per token of the step with prompts.
         """
-        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
-        needed: list[ProgramShape] = [prompts, prompts.sampler, self.buckets.decode(1)]
+        prompts, *_ = needed = self._needed(tokens)
         if self.programs.encoder:
             images = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1, images=True)
             needed += [images, *(shape for shape in self.programs.encoder.usual() if shape.items == 1)]
@@ -407,8 +406,12 @@ class Runner:
         For a CPU, where compiling all steps at the start would take too long. Others are loaded in the background when
         they are wanted: each takes tens of megabytes.
         """
-        first = [shape for shape in self.buckets.first() if shape.tokens <= STAND_IN_TOKENS]
-        self.steps.load(shape for shape in first if shape.rows == 1 or shape.is_prompts or not shape.tokens)
+        self.steps.load(self._needed(STAND_IN_TOKENS))
+
+    def _needed(self, tokens: int) -> list[Any]:
+        """Return the shapes that any request needs, the step with prompts first."""
+        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
+        return [prompts, prompts.sampler, self.buckets.decode(1)]
 
     @property
     def is_compiling(self) -> bool:
