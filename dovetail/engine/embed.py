@@ -19,7 +19,7 @@ import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
 from dovetail.core.types import Params
-from dovetail.engine.device.runner import abstract_of
+from dovetail.engine.device.arrays import abstract_of
 from dovetail.engine.engine import Engine
 from dovetail.models.decoder import score
 

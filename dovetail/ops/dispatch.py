@@ -48,6 +48,7 @@ CUDNN_DIM, HOPPER_DIM = 128, 256  # of a head, at most, in packed attention
 MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 FEW_TOKENS = 8  # per sequence: decode, and the verification of drafts
 X86 = ("x86_64", "amd64")
+NORM_VALUES = 1 << 18  # of a residual stream, that one thread of a CPU normalises in well under a millisecond
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
 # faster from about 24 rows on, and `many_rows`, whose vectors hold four numbers, never is.
 FEW_ROWS = {**dict.fromkeys(ARM, 7), **dict.fromkeys(X86, 16)}
@@ -259,11 +260,14 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
 
 def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     """Return the function that writes a layer's new keys and values into its pages."""
-    if choose_paged(ctx.platform, k, k.shape[1], pages=pages) == "triton":
+    name = choose_paged(ctx.platform, k, k.shape[1], pages=pages)
+    if name == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
-
-        return kernel
-    return write_heads
+    elif name == "numba":
+        from dovetail.ops.kernels.cpu.store import write_heads as kernel
+    else:
+        kernel = write_heads
+    return kernel
 
 
 def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, norms: str | None, v_norm: bool) -> bool:
@@ -292,8 +296,17 @@ def rotate_store_kernel(qkv: Any, kv_heads: int) -> Callable:
 
 
 def choose_norm(ctx: Packed | Paged, x: Any) -> str:
-    """Return the implementation of the residual add and RMS norm of x [T, D]: 'mosaic', 'triton' or 'reference'."""
-    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
+    """Return the implementation of the residual add and RMS norm of x [T, D]: a kernel's name or 'reference'.
+
+    The kernels are 'mosaic' and 'triton', and 'numba' for CPUs, which uses one thread.
+    """
+    if isinstance(ctx, Packed):
+        return "reference"
+    if (ctx.platform or jax.default_backend()) == "cpu":
+        alone = ctx.placement is None or ctx.placement.mesh.size == 1
+        serves = alone and x.dtype == jnp.float32 and x.size <= NORM_VALUES and has_numba()
+        return "numba" if serves else "reference"
+    if not is_one_gpu(ctx.platform, ctx.placement):
         return "reference"
     if is_hopper() and why_not_norm(x) is None:
         return "mosaic"
@@ -307,6 +320,8 @@ def norm_kernel(ctx: Packed | Paged, x: Any) -> Callable | None:
         from dovetail.ops.kernels.gpu.mosaic.norm import add_rms_norm as kernel
     elif name == "triton":
         from dovetail.ops.kernels.gpu.norm import add_rms_norm as kernel
+    elif name == "numba":
+        from dovetail.ops.kernels.cpu.norm import add_rms_norm as kernel
     else:
         return None
     return kernel
@@ -533,7 +548,7 @@ def import_kernels(platform: str | None, quantized: bool = False) -> None:
     if (platform or jax.default_backend()) in NVIDIA and is_hopper():
         from dovetail.ops.kernels.gpu import prompt  # noqa: F401
     if (platform or jax.default_backend()) == "cpu" and has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import few_rows, norm, paged, store  # noqa: F401
 
         if quantized:
             from dovetail.ops.kernels.cpu import packed_rows  # noqa: F401

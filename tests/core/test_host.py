@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -103,3 +104,26 @@ def test_whole_pages_are_returned_and_read_as_zeros():
     assert memory.reshape(8, page).any(1).tolist() == [True, False, False, False, True, True, True, True]
     return_freed()
     assert memory.sum() == 5 * page
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_large_blocks_that_are_freed_go_back_to_the_system():
+    code = """
+import ctypes
+from dovetail.core.host import keep_little_freed
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+held = lambda: next(int(x.split()[1]) >> 10 for x in open("/proc/self/status") if x.startswith("RssAnon"))
+keep_little_freed()
+libc.free(libc.malloc(30 << 20))  # by default glibc keeps blocks of this size from now on
+before, blocks = held(), [libc.malloc(4 << 20) for _ in range(9)]
+last = libc.malloc(1000)  # behind them, so that they are not at the end of the heap
+for block in blocks:
+    ctypes.memset(block, 1, 4 << 20)
+assert held() - before >= 30, held()
+for block in blocks:
+    libc.free(block)
+assert held() - before < 4, held()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

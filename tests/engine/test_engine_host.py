@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dovetail.engine.device.runner import zeros_of
+from dovetail.engine.device.arrays import zeros_of
 from dovetail.engine.engine import Engine
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig

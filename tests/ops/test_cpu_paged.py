@@ -12,8 +12,10 @@ from later import later
 from dovetail.core.types import Paged
 from dovetail.ops.dispatch import choose_paged
 from dovetail.ops.paged import paged_attention as reference
+from dovetail.ops.paged import write_heads
 
 paged = later("dovetail.ops.kernels.cpu.paged")
+store = later("dovetail.ops.kernels.cpu.store")
 
 pytestmark = pytest.mark.slow
 
@@ -74,20 +76,17 @@ def test_it_is_chosen_where_a_cpu_computes_in_f32():
     assert choose_paged("cpu", jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), 2) == "reference"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 16, 200])
 @pytest.mark.parametrize("tokens, decoding", [(1, True), (9, True), (300, True), (2, False), (4096, False)])
-def test_slices_hold_every_unit_once(monkeypatch, threads, tokens, decoding):
-    monkeypatch.setattr(paged, "threads", lambda: threads)
-    slices = paged.slices_of(tokens, 3, decoding)
-    assert [unit for start, end in slices for unit in range(start, end)] == list(range(3 * tokens))
-    assert len(slices) % 2 == 0 and len(slices) <= 2 * paged.MOST_PARTS
-    assert decoding or all(start % 3 == 0 for start, _ in slices), "prompts are cut between tokens"
+def test_chunks_are_few_and_of_whole_tokens_unless_few_tokens_decode(tokens, decoding):
+    size = paged.chunk_of(tokens, 3, decoding)
+    assert -(-3 * tokens // size) <= paged.CHUNKS
+    assert size % 3 == 0 or (decoding and 3 * tokens <= paged.CHUNKS)
 
 
-def test_a_long_batch_has_more_parts_than_xla_keeps_to_one_thread(monkeypatch):
-    monkeypatch.setattr(paged, "threads", lambda: 2)
-    for tokens, decoding in ((64, True), (8, True), (256, False)):
-        assert len(paged.slices_of(tokens, 3, decoding)) // 2 > 9
+def test_a_layer_is_one_call():
+    ctx, q, pages = batch("prompts", heads=4, kv_heads=2, dim=16)
+    text = jax.jit(lambda *a: paged.paged_attention(*a, scale=0.3)).lower(ctx, q, pages).as_text()
+    assert text.count(f"@{paged.NAME}") == 1
 
 
 def test_a_nan_sequence_does_not_affect_others():
@@ -95,3 +94,20 @@ def test_a_nan_sequence_does_not_affect_others():
     first = int(ctx.block_tables[0, 0])
     got = jax.jit(lambda *a: paged.paged_attention(*a, scale=0.3))(ctx, q, pages.at[first].set(jnp.nan))
     assert np.isnan(got[0]).any() and np.isfinite(got[1:63]).all()
+
+
+@pytest.mark.parametrize("name", corners(BATCHES, ["mixed", "nothing"]))
+def test_written_pages_equal_those_of_the_reference(name):
+    ctx, _, pages = batch(name, heads=4, kv_heads=2, dim=16)
+    tokens = BATCHES[name][1]
+    k, v = np.random.default_rng(1).normal(size=(2, tokens, 2, 16)).astype(np.float32)
+    got, want = (jax.jit(f)(ctx, pages, k, v) for f in (store.write_heads, write_heads))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_pages_that_are_donated_are_written_in_place():
+    ctx, _, pages = batch("decode", heads=4, kv_heads=2, dim=16)
+    new = jnp.ones((3, 2, 16), jnp.float32)
+    step = jax.jit(lambda pages: store.write_heads(ctx, pages, new, new), donate_argnums=0).lower(pages).compile()
+    found = step.memory_analysis()
+    assert found.alias_size_in_bytes == pages.nbytes and found.temp_size_in_bytes < pages.nbytes

@@ -327,7 +327,7 @@ class Buckets:
         return sorted(shapes, key=lambda shape: -shape.tokens)
 
     def first(self) -> list[Shape]:
-        """Return the shapes that a first request or two need."""
+        """Return the shapes that a few requests need."""
         return [s for s in self.usual() if s.rows <= FEW_ROWS and s.tokens <= FEW_TOKENS and not s.keeps_hidden]
 
     def steps_for(self, rows: int) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.formats import BLOCKS
-from dovetail.core.host import return_zeros
 from dovetail.core.types import Cache, Packed, Params, Weights
 from dovetail.engine.device.adapters import Adapters
+from dovetail.engine.device.arrays import abstract_of, is_abstract, zeros_of
 from dovetail.engine.device.batch import Packer, Shape
 from dovetail.engine.device.encoder import Encoded, EncoderShape, pack_items
 from dovetail.engine.device.following import Followed, with_draft
@@ -388,8 +388,7 @@ class Runner:
         Returns:
             Seconds per token of the step with prompts.
         """
-        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
-        needed: list[ProgramShape] = [prompts, prompts.sampler, self.buckets.decode(1)]
+        prompts, *_ = needed = self._needed(tokens)
         if self.programs.encoder:
             images = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1, images=True)
             needed += [images, *(shape for shape in self.programs.encoder.usual() if shape.items == 1)]
@@ -402,11 +401,17 @@ class Runner:
         return min(seconds) / prompts.tokens
 
     def load_kept(self) -> None:
-        """Load the few steps that a first request needs, if an earlier start compiled them.
+        """Load the few steps that a request alone needs, if an earlier start compiled them.
 
-        For a CPU, where compiling all steps at the start would take too long.
+        For a CPU, where compiling all steps at the start would take too long. Others are loaded in the background when
+        they are wanted: each takes tens of megabytes.
         """
-        self.steps.load(self.buckets.first())
+        self.steps.load(self._needed(STAND_IN_TOKENS))
+
+    def _needed(self, tokens: int) -> list[Any]:
+        """Return the shapes that any request needs, the step with prompts first."""
+        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
+        return [prompts, prompts.sampler, self.buckets.decode(1)]
 
     @property
     def is_compiling(self) -> bool:
@@ -471,27 +476,3 @@ def wake_up(runner: Runner, asleep: Asleep) -> None:
 
 def _placed(host: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, abstract: jax.device_put(x, abstract.sharding), host, like)
-
-
-def zeros_of(abstract: Any) -> Any:
-    """Allocate the arrays of a tree of abstract ones; a CPU's take memory where they are written."""
-    return jax.tree.map(_zeros, abstract)
-
-
-def _zeros(abstract: Any) -> jax.Array:
-    made = jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
-    for shard in made.addressable_shards:
-        if shard.device.platform == "cpu":
-            whole = jax.block_until_ready(shard.data)
-            return_zeros(whole.unsafe_buffer_pointer(), whole.nbytes)
-    return made
-
-
-def abstract_of(arrays: Any) -> Any:
-    """Return the same tree with a ShapeDtypeStruct for each array: shape, type and sharding."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-
-
-def is_abstract(params: Params) -> bool:
-    """Return whether the arrays of this tree have been dropped."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
+from dovetail.engine.device.arrays import zeros_of
 from dovetail.engine.device.batch import NUMBERS
 from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
@@ -236,7 +237,8 @@ class Sampler:
     def history(self) -> jax.Array:
         """Return the counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
         if self._history is None:
-            self.history = jnp.zeros((self.max_rows, self.vocab), jnp.int32, device=self._history_sharding)
+            shape = self.max_rows, self.vocab
+            self.history = zeros_of(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._history_sharding))
         assert self._history is not None
         return self._history
 

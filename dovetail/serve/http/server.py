@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from dovetail.core.host import return_freed
 from dovetail.core.reporter import NOTE
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.config import ServerConfig
@@ -66,6 +67,7 @@ async def serve(
         engine = await EngineClient.start(path, options, progress, limits)
         try:
             server = Server(make_app(engine, tokenizer, config, processor), config)
+            return_freed()  # of the tokenizer
             on_ready(config, engine.info)
             log.info("ready at %s after %.1f s", url(config), time.monotonic() - start)
             await server.serve([sock])

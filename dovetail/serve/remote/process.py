@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError, as_user_error
-from dovetail.core.host import return_freed
+from dovetail.core.host import keep_little_freed, return_freed
 from dovetail.engine.interface import CONTROLS, EngineDied, EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.io.images.item import ImagePrompt
@@ -72,6 +72,7 @@ SLOW = {"start_profile", "stop_profile"} | {name for name, control in CONTROLS.i
 def main(fd: int) -> None:
     """Serve the engine over the socket `fd` until the parent or the engine ends."""
     _obey_parent_only()
+    keep_little_freed()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     inbox, outbox = sock.makefile("rb"), Outbox(sock)

@@ -1,16 +1,13 @@
 """Ragged paged attention for CPUs: numba and BLAS instead of XLA's gathers and small batched products.
 
 A tile of a sequence's queries walks its keys, a block at a time, while the softmax is accumulated. A block is copied
-out of its pages once for all of the tile's queries and heads, while it is in the cache. XLA runs the parts of a call,
-each with some of the tokens, on its own threads.
+out of its pages once for all of the tile's queries and heads, while it is in the cache. A layer is one call, and XLA's
+threads take parts of its tokens (see threads): with a call for each part, a program took several times the memory.
 
 T tokens, S sequences, N query heads, K key heads, G = N / K, H head dim; R rows of a tile, which are queries x G.
 """
 
 from __future__ import annotations
-
-import itertools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +16,24 @@ from numba import cfunc, njit
 from numba.np.numpy_support import carray
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_question, register, result
+from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_question, register, result, words
+from dovetail.ops.kernels.cpu.threads import (
+    OWN,
+    TASK,
+    address_of,
+    await_chunks,
+    finish,
+    invite,
+    new_job,
+    release,
+    take,
+    task_symbol,
+)  # fmt: skip
 
 BLOCK = 64  # keys at a time
 TILE = 16  # queries that share a block, at most
-PARTS = 6  # of a call for each thread: XLA gives half of the calls that may run to another thread while they are over 8
-MOST_PARTS = 96  # each is compiled
-LEAST = 8  # tokens of a prompt in a slice: they share what is read
+CHUNKS = 96  # of a call, at most
+LEAST = 8  # tokens of a prompt in a chunk: they share what is read
 ALONE = 1 << 18  # multiplications up to which OpenBLAS stays on its caller's thread: others are XLA's
 NAME = "dovetail_paged_attention"
 EMPTY = np.float32(-1e30)  # the maximum of no scores
@@ -36,38 +44,22 @@ def paged_attention(
 ) -> jax.Array:
     """Attend as ops.paged.paged_attention does, in f32."""
     (T, N, H), K = q.shape, pages.shape[2] // 2
-    slices = slices_of(T, K, decoding=ctx.kv_lens.shape[0] >= T)
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     last_seen = jnp.zeros(0, jnp.int32) if ctx.last_seen is None else ctx.last_seen
+    how = np.asarray([chunk_of(T, K, decoding=ctx.kv_lens.shape[0] >= T), window or 0], np.int32)
     numbers = np.asarray([scale, softcap or 0.0], np.float32)
-
-    def part(i: int) -> tuple[jax.Array, jax.Array]:
-        # one from the front with one from the back: of a long prompt, the later has the more to do
-        two = slices[i], slices[-1 - i]
-        where = np.asarray([two[0][0], two[1][0], window or 0], np.int32)
-        out = [jax.ShapeDtypeStruct((end - start, N // K, H), jnp.float32) for start, end in two]
-        given = q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits, last_seen
-        front, back = jax.ffi.ffi_call(NAME, out)(*given)
-        return front, back
-
-    fronts, backs = zip(*(part(i) for i in range(len(slices) // 2)), strict=True)
-    return jnp.concatenate([*fronts, *reversed(backs)]).reshape(q.shape)
+    given = q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, how, numbers, logits, last_seen
+    return jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct((T * K, N // K, H), jnp.float32))(*given).reshape(q.shape)
 
 
-def slices_of(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
-    """Return an even number of slices of the T * K units (a token with a key head each), two for each part.
+def chunk_of(T: int, K: int, decoding: bool) -> int:
+    """Return how many of the T * K units (a token with a key head each) a thread takes at a time.
 
-    They are cut between tokens, or between a token's heads if few tokens decode.
+    They are whole tokens, or a token's heads if few tokens decode.
     """
-    most = 2 * min(PARTS * threads(), MOST_PARTS) if threads() > 1 else 2
-    count, size = (T * K, 1) if decoding and most > T else (T, K)
-    number = max(2, min(most, count if decoding else count // LEAST) // 2 * 2)
-    return list(itertools.pairwise([count * i // number * size for i in range(number + 1)]))
-
-
-def threads() -> int:
-    """Return the number of XLA's threads: the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if decoding and T * K <= CHUNKS:
+        return 1
+    return K * max(1 if decoding else LEAST, -(-T // CHUNKS))
 
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and infinity stay what they are
@@ -216,13 +208,17 @@ def _walk_one(rows, pages, table, first, position, last, window, softcap, tops, 
 
 
 @njit(nogil=True, cache=True)
-def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, last_seen, out):
-    """Attend the units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each."""
+def _attend(
+    q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, last_seen, out, keys, values
+):
+    """Attend the units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each.
+
+    `keys` and `values` [K, BLOCK, H] hold the block of a tile.
+    """
     K, (_, N, H) = pages.shape[2] // 2, q.shape
     G, end = N // K, begin + out.shape[0]
-    whole = begin % K == 0 and end % K == 0  # no token is shared with another slice
+    whole = begin % K == 0 and end % K == 0  # no token is shared with another chunk
     tile = max(1, min(TILE, ALONE // (BLOCK * G * H))) if whole else 1
-    keys, values = np.zeros((K, BLOCK, H), np.float32), np.zeros((K, BLOCK, H), np.float32)
     seen = np.empty(tile, np.int32)
     out[:] = 0.0  # what is padding
     for seq in range(num_seqs):
@@ -256,33 +252,67 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
                         out[(token + r // G) * K + first + k - begin, r % G, h] = done[k, r, h] * share
 
 
-@cfunc(FRAME, cache=True)
-def _part(frame):
-    """Run what XLA calls, with the arguments of `part` above."""
-    if is_question(frame):
-        return 0
-    q, pages, tables = argument(frame, 0), argument(frame, 1), argument(frame, 2)
-    sinks, last_seen = argument(frame, 8), argument(frame, 9)
-    T, N, H = dims(q)[0], dims(q)[1], dims(q)[2]
-    P, size, heads = dims(pages)[0], dims(pages)[1], dims(pages)[2]
-    S, M = dims(tables)[0], dims(tables)[1]
-    where = carray(data(argument(frame, 6)), 3, np.int32)
-    numbers = carray(data(argument(frame, 7)), 2, np.float32)
-    for i in range(2):
-        out = result(frame, i)
+@njit(nogil=True, cache=True)
+def _work(job):
+    """Work on a job, whose own word is the address of the frame of XLA's call."""
+    chunk = take(job)
+    if chunk < 0:  # the call may be over, and its frame gone
+        return
+    chunks, frame = words(job, OWN)[3], words(words(job, OWN + 1)[OWN], 15)
+    tables, sinks, last_seen, out = argument(frame, 2), argument(frame, 8), argument(frame, 9), result(frame, 0)
+    (T, N, H), (P, size, heads) = _three(argument(frame, 0)), _three(argument(frame, 1))
+    S, M, count, G = dims(tables)[0], dims(tables)[1], dims(out)[0], dims(out)[1]
+    how, numbers = carray(data(argument(frame, 6)), 2, np.int32), carray(data(argument(frame, 7)), 2, np.float32)
+    attended = carray(data(out), (count, G, H), np.float32)
+    keys, values = np.zeros((heads // 2, BLOCK, H), np.float32), np.zeros((heads // 2, BLOCK, H), np.float32)
+    while chunk >= 0:
+        begin = (chunks - 1 - chunk) * how[0]  # from the back: of a long prompt, the later has the more to do
         _attend(
-            carray(data(q), (T, N, H), np.float32),
-            carray(data(pages), (P, size, heads, H), np.float32),
+            carray(data(argument(frame, 0)), (T, N, H), np.float32),
+            carray(data(argument(frame, 1)), (P, size, heads, H), np.float32),
             carray(data(tables), (S, M), np.int32),
             carray(data(argument(frame, 3)), S, np.int32),
             carray(data(argument(frame, 4)), S + 1, np.int32),
             carray(data(argument(frame, 5)), 1, np.int32)[0],
-            where[i], where[2], numbers[0], numbers[1],
+            begin, how[1], numbers[0], numbers[1],
             carray(data(sinks), dims(sinks)[0], np.float32),
             carray(data(last_seen), dims(last_seen)[0], np.int32),
-            carray(data(out), (dims(out)[0], dims(out)[1], H), np.float32),
+            attended[begin : begin + how[0]], keys, values,
         )  # fmt: skip
+        finish(job)
+        chunk = take(job)
+
+
+@njit(nogil=True, cache=True)
+def _three(buffer):
+    """Return the first three dims of a buffer."""
+    return dims(buffer)[0], dims(buffer)[1], dims(buffer)[2]
+
+
+@cfunc(TASK, cache=True)
+def _task(given):
+    job = address_of(given)
+    _work(job)
+    release(job)
     return 0
 
 
-register(NAME, _part)  # at import: a program that was kept compiled traces nothing
+_task_address = task_symbol("dovetail_paged_attention_task", _task)
+
+
+@cfunc(FRAME, cache=True)
+def _handler(frame):
+    """Run what XLA calls, with the arguments of `paged_attention` above."""
+    if is_question(frame):
+        return 0
+    count, chunk = dims(result(frame, 0))[0], carray(data(argument(frame, 6)), 2, np.int32)[0]
+    job = new_job((count + chunk - 1) // chunk, 1)
+    words(job, OWN + 1)[OWN] = address_of(frame)
+    invite(frame, job, _task_address())
+    _work(job)
+    await_chunks(job)
+    release(job)
+    return 0
+
+
+register(NAME, _handler)  # at import: a program that was kept compiled traces nothing
