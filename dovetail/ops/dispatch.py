@@ -48,7 +48,7 @@ CUDNN_DIM, HOPPER_DIM = 128, 256  # of a head, at most, in packed attention
 MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 FEW_TOKENS = 8  # per sequence: decode, and the verification of drafts
 X86 = ("x86_64", "amd64")
-NORM_VALUES = 1 << 18  # of a residual stream, that one thread of a CPU normalises in well under a millisecond
+NORM_VALUES = 1 << 18  # of a residual stream that one thread of a CPU normalises, at most: XLA uses all threads
 # Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
 # faster from about 24 rows on, and `many_rows`, whose vectors hold four numbers, never is.
 FEW_ROWS = {**dict.fromkeys(ARM, 7), **dict.fromkeys(X86, 16)}

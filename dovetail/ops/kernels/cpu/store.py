@@ -1,6 +1,6 @@
 """Write new keys and values into their pages, for CPUs (numba), in place.
 
-XLA's scatter computes the places of the tokens in every layer again, and makes a decode program a third larger.
+XLA's scatter computes the places of the tokens in every layer again, in kernels of their own.
 
 T tokens, S sequences, P pages, K key heads, H head dim.
 """
