@@ -62,7 +62,7 @@ def pytest_configure(config):
         subprocess.run([sys.executable, "-m", "compileall", "-q", TESTS.parent / "dovetail"], check=False)
         if not _is_fast(config):
             # While the workers collect: numba keeps what it compiled beside the sources
-            kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, packed_rows, paged"
+            kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, norm, packed_rows, paged, store"
             config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
