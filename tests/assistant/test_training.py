@@ -22,6 +22,8 @@ from examples.assistant.tiny_vlm import tiny_vlm
 from examples.assistant.train import train
 from examples.assistant.turn import SYSTEM
 
+pytestmark = pytest.mark.slow
+
 
 def caller(*made: dict):
     """Return a model that makes these log_meal calls, and then answers."""

@@ -18,6 +18,8 @@ from dovetail.data.examples import ChatExample, TextExample
 from dovetail.data.settings import TrainedTokens
 from dovetail.io.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 TEMPLATES = Path(__file__).parent / "templates"
 SPECIAL = {
     "smollm2": ["<|im_start|>", "<|im_end|>"],
@@ -104,7 +106,6 @@ def sentencepiece():
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", SPECIAL)
 def test_marked_templates_give_the_mask_of_transformers(family, name, chat):
@@ -136,7 +137,6 @@ PIECES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
 def test_random_text_gives_the_mask_of_transformers(family, name):
     one, random = family(name), Random(0)
@@ -187,7 +187,6 @@ def test_a_stable_template_makes_one_document_of_a_conversation(family):
     assert list(written(one.tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
 
 
-@pytest.mark.slow
 def test_the_template_of_smollm2(smollm2_gguf):
     from dovetail.data.encoder import find_tokenizer
 

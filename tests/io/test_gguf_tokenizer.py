@@ -12,6 +12,8 @@ from dovetail.core.errors import CheckpointError
 from dovetail.io.gguf_file import GgufFile
 from dovetail.io.gguf_tokenizer import special_ids, tokenizer
 
+pytestmark = pytest.mark.slow
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog isn't amused: it's 2024 already!",

@@ -27,6 +27,8 @@ from dovetail.io.load import convert, load, save
 from dovetail.io.safetensor_folder import INDEX, SafetensorFolder
 from dovetail.models.registry import parse_config
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "model.safetensors"
 TOKENS = list(range(3, 16))
 
@@ -144,7 +146,6 @@ def cli(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input(kind, tmp_path, cli):
     spoil, says = BAD[kind]
@@ -267,7 +268,6 @@ def current(name: str) -> str:  # what transformers writes now
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rename", "beside"),
     [
@@ -285,7 +285,6 @@ def test_the_text_tower_of_a_model_of_text_and_images(name, rename, beside, tmp_
     assert set(SafetensorFolder(tmp_path / "out").tensors()) == set(SafetensorFolder(reference(name)[1]).tensors())
 
 
-@pytest.mark.slow
 def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
     """Published DeepSeek-V3 weights go on after the last layer."""
     source = copy_of("deepseek-v3", tmp_path / "source")
@@ -362,7 +361,6 @@ def on_a_device_elsewhere(monkeypatch) -> None:
     monkeypatch.setattr(jax, "make_array_from_callback", from_callback)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("axes", [None, {"tensor": 8}, {"tensor": 2, "data": 4}], ids=["whole", "split", "repeated"])
 def test_loading_holds_one_tensor_at_a_time(big, axes, dtype, monkeypatch):

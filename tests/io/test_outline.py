@@ -13,6 +13,8 @@ from dovetail.io import hub, load
 from dovetail.io.load import outline
 from dovetail.models.registry import read_config, read_model
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_folder_has_its_weights_type_and_a_config_the_one_it_names(tmp_path):
     folder = reference("llama3.1")[1]

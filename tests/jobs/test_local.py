@@ -18,6 +18,8 @@ from dovetail.jobs.logs import Follower
 from dovetail.jobs.secrets import inherited
 from dovetail.jobs.spec import make
 
+pytestmark = pytest.mark.slow
+
 
 def create(store, command: str, **given) -> str:
     base = {

@@ -13,6 +13,8 @@ from dovetail.train.settings import Pretrain
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.settings import Distill, Dpo, Reward, Sft
 
+pytestmark = pytest.mark.slow
+
 TUNED = {"model": "m", "data": {"path": "d.jsonl"}, "steps": 3, "lora": {"r": 4}}
 RECIPES = [
     (Pretrain, {"model": "tiny", "batch": 8, "length": 64, "tokens": 4096, "data": {"sources": [{"path": "x"}]}}),

@@ -13,6 +13,8 @@ from refusals import refuses
 from dovetail.core.errors import RequestError
 from dovetail.io.images.processor import at_detail, read_processor
 
+pytestmark = pytest.mark.slow
+
 SIZES = [(1, 1), (33, 47), (64, 64), (100, 37), (37, 1201), (611, 433), (500, 8)]
 
 

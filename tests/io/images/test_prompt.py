@@ -13,6 +13,8 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.io.images.prompt import encode_images, encode_text, encode_tokens, expand, place_images
 from dovetail.io.tokenizer import LiteralText
 
+pytestmark = pytest.mark.slow
+
 IMAGE, PHOTOS = {"type": "image"}, [noise(30, 50), noise(90, 20, seed=1)]
 MESSAGES = [
     {"role": "system", "content": "Be brief.\n"},

@@ -9,6 +9,8 @@ from refusals import refuses
 
 from dovetail.io.images.resample import FILTERS, resize
 
+pytestmark = pytest.mark.slow
+
 side = st.integers(1, 70)
 
 

@@ -15,6 +15,8 @@ from dovetail.jobs.backends import jobset as manifests
 from dovetail.jobs.job import Attempt
 from dovetail.train.distributed import detect
 
+pytestmark = pytest.mark.slow
+
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 # accelerator -> label, topology, hosts, chips per host, as Google's pages of Cloud TPU and of TPUs in GKE have them

@@ -6,6 +6,7 @@ import tarfile
 import time
 from pathlib import Path
 
+import pytest
 from jobs.cloud.slices import attempt, vms
 from refusals import refuses
 
@@ -14,6 +15,8 @@ from dovetail.jobs.backends import tpu_program, tpu_ssh
 from dovetail.jobs.backends.backend import UnavailableError, append_log
 from dovetail.jobs.backends.tpu_program import TpuProgram
 from dovetail.jobs.backends.tpu_ssh import SshResult, TpuHost
+
+pytestmark = pytest.mark.slow
 
 NODE = "projects/p/locations/z/nodes/n0"
 

@@ -14,6 +14,8 @@ from dovetail.cli.main import app
 from dovetail.core.errors import CheckpointError
 from dovetail.serve.http.start import read_defaults
 
+pytestmark = pytest.mark.slow
+
 FILE = {
     "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 40,
     "do_sample": True, "eos_token_id": [2, 3], "transformers_version": "5.0",

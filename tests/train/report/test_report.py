@@ -20,6 +20,8 @@ from dovetail.train.report.metrics import RunMetrics, Work
 from dovetail.train.report.page import write
 from dovetail.train.report.summary import read, summary
 
+pytestmark = pytest.mark.slow
+
 VOID = {"meta", "br", "link", "img"}
 
 

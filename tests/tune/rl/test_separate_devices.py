@@ -23,6 +23,8 @@ from dovetail.tune.rl.scorer import RowScorer
 from dovetail.tune.rl.sections import RlReference, RolloutEngine
 from dovetail.tune.rl.settings import Rl, beside_policy
 
+pytestmark = pytest.mark.slow
+
 METRICS = ("loss", "kl", "reward", "entropy", "grad_norm")
 
 
@@ -45,7 +47,6 @@ def scored(settings: Rl) -> tuple[np.ndarray, set[int]]:
     return np.asarray(found), weights
 
 
-@pytest.mark.slow
 def test_log_probabilities_of_a_separate_reference_are_the_same(place):
     shared = Rl(
         model=model_folder(place), steps=1, prompts=2, num_generations=3, max_prompt_length=32,

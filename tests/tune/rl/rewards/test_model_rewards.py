@@ -15,6 +15,8 @@ from dovetail.tune.rl.rewards.completion import NoReward
 from dovetail.tune.rl.rewards.model_rewards import JudgeReward
 from dovetail.tune.rl.rewards.worker import time_limit
 
+pytestmark = pytest.mark.slow
+
 
 def says(text) -> tuple[int, bytes]:
     return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
