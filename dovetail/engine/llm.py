@@ -512,10 +512,11 @@ def _load(
     check = functools.partial(check_model, options=options)
     held = options.quantization
     on_cpu = "f32" if jax.default_backend() == "cpu" else "bf16"  # the default dtype, see `load`
-    is_gguf = resolve(model, progress).suffix == ".gguf"  # `reads_blocks` compiles kernels the first time
-    if held is None and is_gguf and reads_blocks(compute_of(options.dtype or on_cpu).dtype, placement):
+    path = resolve(model, progress)
+    # The suffix first: `reads_blocks` compiles kernels when it is called for the first time on a machine
+    if held is None and path.suffix == ".gguf" and reads_blocks(compute_of(options.dtype or on_cpu).dtype, placement):
         held = "gguf"
-    loaded = load(model, options.dtype, placement, progress, check, held)
+    loaded = load(path, options.dtype, placement, progress, check, held)
     params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
     return loaded.config, params, loaded.tokenizer
 

@@ -105,6 +105,15 @@ def test_written_pages_equal_those_of_the_reference(name):
     np.testing.assert_array_equal(got, want)
 
 
+def test_tokens_past_the_table_and_pages_past_the_pool_are_written_as_by_the_reference():
+    """Steps of a dispatch that go on after a sequence's last token may have such tokens."""
+    pages, new = jnp.zeros((3, 4, 4, 16)), jnp.ones((2, 2, 16))
+    tables, kv_lens = jnp.asarray([[1, 2], [1, 7]], jnp.int32), jnp.asarray([10, 6], jnp.int32)  # two columns, 3 pages
+    ctx = Paged(tables, kv_lens, jnp.asarray([0, 1, 2], jnp.int32), jnp.asarray([2], jnp.int32), platform="cpu")
+    got, want = (jax.jit(f)(ctx, pages, new, new) for f in (store.write_heads, write_heads))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_pages_that_are_donated_are_written_in_place():
     ctx, _, pages = batch("decode", heads=4, kv_heads=2, dim=16)
     new = jnp.ones((3, 2, 16), jnp.float32)

@@ -62,7 +62,7 @@ def test_rows_of_several_kinds(interpreted, monkeypatch):
 
 
 def test_a_row_of_nan_gives_a_token_of_the_vocabulary(interpreted, monkeypatch):
-    """Its neighbours are sampled as usual."""
+    """Check too that the rows beside it get the tokens they would get without it."""
     monkeypatch.setattr(truncate, "FEW", 8)
     V, names = 1152, ["greedy", "usual"]
     for kind in names:

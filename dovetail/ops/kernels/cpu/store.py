@@ -27,11 +27,14 @@ def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax
 
 @njit(nogil=True, cache=True)
 def _write(pages, k, v, tables, kv_lens, cu_q_lens, num_seqs):
-    size, (_, K, H) = pages.shape[1], k.shape
+    (P, size), (_, K, H), last = pages.shape[:2], k.shape, tables.shape[1] - 1
     for seq in range(num_seqs):
         past = kv_lens[seq] - cu_q_lens[seq + 1]  # a token's position is this and its index
         for token in range(cu_q_lens[seq], cu_q_lens[seq + 1]):
-            place = pages[tables[seq, (past + token) // size], (past + token) % size]
+            page = tables[seq, min((past + token) // size, last)]
+            if page < 0 or page >= P:  # dropped, as XLA's scatter does
+                continue
+            place = pages[page, (past + token) % size]
             for head in range(K):
                 for h in range(H):
                     place[2 * head, h] = k[token, head, h]

@@ -41,8 +41,9 @@ MOST_COPIED = 256  # elements along each dim of a copy by TMA
 SHARED = (72 * 1024, 110 * 1024, 210 * 1024)
 MOST_SCALES = 48 * 1024  # bytes of the scales of 64 rows
 # Stages of a program: unpacking and products take turns in it, so that four programs with three stages each are faster
-# than three with six (28,672 x 4,096 in int4 on an H200: 25.8 instead of 29.0 us for 1 token, 42.1 of 59.4 for 64).
-MIN_STAGES, MAX_STAGES = 3, 3
+# than three with six (28,672 x 4,096 in int4 on an H200: 25.8 instead of 29.0 us for 1 token, 42.1 instead of 59.4 us
+# for 64).
+STAGES = 3
 LEAST_STEPS = 4  # of a part of the input
 LEAST_SHARE = 16  # values of the input for each token and part: the sums of parts are written and read in f32
 
@@ -109,8 +110,8 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, spl
     step = found.parts * ROWS * inner // per_byte + N * inner * 2
     rest = blocks * ROWS * N * 4 + found.parts * ROWS * (_scale_bytes(form, size) + 4)
     fitting = [(size - rest) // step for size in SHARED]
-    stages = next((n for n in fitting if n >= MIN_STAGES), fitting[-1])
-    return found._replace(stages=max(1, min(stages, MAX_STAGES, found.steps)))
+    stages = next((n for n in fitting if n >= STAGES), fitting[-1])
+    return found._replace(stages=max(1, min(stages, STAGES, found.steps)))
 
 
 def _scale_bytes(form: Format, size: int) -> int:
