@@ -51,7 +51,7 @@ def _paged(platform: str, q: Any) -> str:
     """Return the paged attention of decode steps, and that of prompts where it is another one."""
     found = [dispatch.choose_paged(platform, q, 8)]
     if platform in NVIDIA and dispatch.is_hopper():
-        found += [] if dispatch.has_triton() else ["mosaic for prompts"]
+        found += ["mosaic for prompts of heads of 64 and 128 dims"]
     return "; ".join(found)
 
 
@@ -115,7 +115,7 @@ def _quantized_products(platform: str, x: Any) -> str:
     fp8 = dispatch.quantized_kernel(Format("fp8"), x, platform, None) is not None
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     if dispatch.why_not_packed_gpu(Format("int8"), half, platform, None, half.shape[-1]) is None:
-        return "mosaic for few tokens; xla for w8a8 and fp8; reference for others"
+        return "mosaic for few tokens; xla for w8a8, and for fp8 from 9 tokens on; reference for others"
     return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
 
 

@@ -127,12 +127,7 @@ def reads_rounded(platform: str, dtype: Any) -> bool:
 def why_not_mosaic(
     platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
 ) -> str | None:
-    """Return why attention to pages is not left to the kernel for prompts, or None.
-
-    It replaces the one in Triton once an engine has run with it on a card: so far it was measured alone.
-    """
-    if has_triton():
-        return "Triton's kernel is there"
+    """Return why attention to pages is not left to the kernel for prompts, or None."""
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
     if tables is None or q.shape[0] <= FEW_TOKENS * tables.shape[0]:
@@ -422,6 +417,9 @@ def product_kernel(name: str) -> Callable:
     return kernel
 
 
+FEW_FP8 = 8  # tokens, at most, whose activations are not rounded with fp8 weights: that takes longer than it saves
+
+
 def quantized_kernel(
     form: Format, x: Any, platform: str | None, placement: Placement | None, out: int = 0
 ) -> Callable[[jax.Array, Any, Any], jax.Array] | None:
@@ -434,15 +432,17 @@ def quantized_kernel(
         from dovetail.ops.quant.rounded import int8_matmul
 
         return int8_matmul
-    if form.name == "fp8" and not form.group and (platform or jax.default_backend()) in NVIDIA and has_fp8():
-        from dovetail.ops.quant.rounded import fp8_matmul
-
-        return cast(Callable, fp8_matmul)  # custom_vjp has no type of its own
-    if out and why_not_packed_gpu(form, x, platform, placement, out) is None:
+    rounds = form.name == "fp8" and not form.group and (platform or jax.default_backend()) in NVIDIA and has_fp8()
+    packed = bool(out) and why_not_packed_gpu(form, x, platform, placement, out) is None
+    if packed and (not rounds or len(x) <= FEW_FP8):
         from dovetail.ops.kernels.gpu.packed_weights import packed_matmul
 
         log_once("packed weights", "mosaic")
         return packed_matmul
+    if rounds:
+        from dovetail.ops.quant.rounded import fp8_matmul
+
+        return cast(Callable, fp8_matmul)  # custom_vjp has no type of its own
     if why_not_packed(form, x, platform, placement):
         return None
     from dovetail.ops.kernels.cpu.packed_rows import packed_rows_matmul

@@ -1,7 +1,7 @@
 """Products with packed weights on Hopper: codes as numbers, the kernel interpreted and lowered, where it is chosen.
 
-Three functions of the kernel have no interpreter: unpacking in registers, loads of a column, and products whose left
-operand is in registers. `interpreted` replaces them by the same formulas on arrays.
+Some functions of the kernel have no interpreter: unpacking in registers, loads of a column, and products whose operands
+are in registers. `interpreted` replaces them by the same formulas on arrays.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ def interpreted(monkeypatch):
 
         pl.run_scoped(run, plgpu.SMEM(weights.shape, weights.dtype), plgpu.SMEM(tokens.shape[::-1], weights.dtype))
 
+    def add_few(sums, weights, tokens, first, name, _T):
+        own = tokens[...][:, first : first + weights.shape[1]]
+        return sums + weights.astype(jnp.float32) @ packed_codes.in_order(own, name).astype(jnp.float32).T
+
     def column(rows, at, size, _dtype):
         matrix = rows[...].reshape(packed_codes.ROWS, size)
         return jax.lax.dynamic_index_in_dim(matrix, at, axis=1, keepdims=False)
@@ -89,8 +93,9 @@ def interpreted(monkeypatch):
 
     zeros = InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     with monkeypatch.context() as patch, force_gpu_interpret_mode(zeros):
-        for name, stand_in in {"numbers": numbers_of, "column": column, "add_product": add_product}.items():
-            patch.setattr(packed_product, name, stand_in)
+        for stand_in in (add_few, add_product, column):
+            patch.setattr(packed_product, stand_in.__name__, stand_in)
+        patch.setattr(packed_product, "numbers", numbers_of)
         patch.setattr(experts, "store_transposed", store_transposed)
         patch.setattr(plgpu, "layout_cast", lambda x, _: x)
         yield
@@ -141,6 +146,18 @@ def test_no_value_moves_between_threads(name):
                 target = int(np.flatnonzero(order == value)[0])
                 register = (tile, column * planes + at, *rest)
                 assert place(packed_codes.PRODUCT, row, target) == (thread, register, part // 2)
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+def test_a_thread_reads_the_values_of_its_codes(name):
+    planes = len(packed_codes.planes_of(name))
+    order = np.asarray(packed_codes.in_order(jnp.arange(64 * CODES[name][1])[None], name))[0]
+    for chunk in range(64 // 16):
+        for thread in range(4):
+            first = (8 * chunk + 2 * thread) * planes  # of 2 * planes values (packed_few._pairs)
+            for plane in range(planes):
+                at = (chunk * planes + plane) * 8 + 2 * thread  # the pair's columns of the numbers
+                assert list(order[at : at + 2]) == [first + plane, first + planes + plane]
 
 
 CASES = {

@@ -81,7 +81,9 @@ def test_the_kernel_lowers_for_a_gpu(heads, options):
     ("change", "name"),
     [
         ({}, "mosaic"),
-        ({"triton": True}, "triton"),
+        ({"triton": True}, "mosaic"),
+        ({"triton": True, "tokens": 56}, "triton"),
+        ({"triton": True, "dim": 256}, "triton"),
         ({"tokens": 56}, "mosaic_decode"),  # 8 per sequence, as in the verification of drafts
         ({"tokens": 332}, "reference"),
         ({"dim": 256}, "reference"),
@@ -91,7 +93,7 @@ def test_the_kernel_lowers_for_a_gpu(heads, options):
         ({"hopper": False}, "reference"),
     ],
 )
-def test_dispatch_takes_the_kernel_for_prompts_on_hopper_without_triton(change, name, monkeypatch):
+def test_dispatch_takes_the_kernel_for_prompts_on_hopper(change, name, monkeypatch):
     usual = {"tokens": 328, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
     case = usual | {"triton": False} | change
     monkeypatch.setattr(dispatch, "has_triton", lambda: case["triton"])

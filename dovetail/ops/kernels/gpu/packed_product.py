@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
 from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, PROGRAMS, Tiles, shared_tiles, store_rows
-from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PRODUCT, REGISTER, ROWS, column, numbers
+from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, REGISTER, ROWS, column, in_order, numbers
+from dovetail.ops.kernels.gpu.packed_few import add_few, zeros
 
 FORMATS = ("int8", "fp8", "int4", "uint4", "mxfp4")
 GROUPS = (0, 32, 64, 128)  # of values under a scale
@@ -44,6 +45,7 @@ MOST_SCALES = 48 * 1024  # bytes of the scales of 64 rows
 # than three with six (28,672 x 4,096 in int4 on an H200: 25.8 instead of 29.0 us for 1 token, 42.1 instead of 59.4 us
 # for 64).
 STAGES = 3
+FEW = 8  # tokens of a tile, at most, that are multiplied by products of a warp instead of a warpgroup
 LEAST_STEPS = 4  # of a part of the input
 LEAST_SHARE = 16  # values of the input for each token and part: the sums of parts are written and read in f32
 
@@ -53,6 +55,7 @@ class Plan(NamedTuple):
 
     form: Format
     N: int  # tokens of a tile
+    T: int  # of which at most so many are used
     inner: int  # values of a row in a step
     group: int  # of them under one scale, or all of a step
     size: int  # values of a row
@@ -70,6 +73,11 @@ class Plan(NamedTuple):
     def steps(self) -> int:
         """Return the steps of each part of the input; the last part may have fewer."""
         return pl.cdiv(pl.cdiv(self.size, self.inner), self.splits)
+
+    @property
+    def few(self) -> bool:
+        """Return whether a warp multiplies on its own (packed_few)."""
+        return self.N <= FEW
 
     @property
     def scales_sums(self) -> bool:
@@ -106,7 +114,7 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, spl
     few = min(PROGRAMS // programs, steps // LEAST_STEPS, size // (LEAST_SHARE * N))
     splits = max(1, few) if split else 1
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))  # none is empty
-    found = Plan(form, N, inner, form.group or inner, size, names, blocks, splits, 0)
+    found = Plan(form, N, min(len(tiles.row), N), inner, form.group or inner, size, names, blocks, splits, 0)
     step = found.parts * ROWS * inner // per_byte + N * inner * 2
     rest = blocks * ROWS * N * 4 + found.parts * ROWS * (_scale_bytes(form, size) + 4)
     fitting = [(size - rest) // step for size in SHARED]
@@ -133,7 +141,7 @@ def product(
     """Multiply the rows of each tile by its expert's weights [E, out, in]: x [.., in] -> [R, out] in x's dtype.
 
     Args:
-        x: The tokens, in the order of codes (packed_codes.in_order).
+        x: The tokens.
         weights: The arrays of each weight.
         biases: A bias [E, out] for each weight, or none.
         tiles: The tiles.
@@ -147,6 +155,7 @@ def product(
     arrays = {kind: [_in_blocks(kind, w[kind], p) for w in weights] for kind in kinds} | {"bias": biases}
     leaves, tree = jax.tree.flatten(arrays)
     I = tiles.table.shape[1]
+    x = x if p.few else in_order(x, p.form.name)
     shape = (p.splits, I, out, p.N) if in_parts else (tiles.R, out)
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
@@ -196,12 +205,18 @@ def _memory(p: Plan, inputs: dict[str, list], dtype: Any, in_parts: bool) -> Mem
     plain, tiled = (p.blocks, ROWS, p.N), (p.blocks, p.N, ROWS)
     return Memory(
         _tiles((p.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, math.gcd(width, p.size // per_byte)),
-        _tiles((p.stages, p.N, p.inner), dtype, min(p.group, 64) * 2),
+        _tokens(p, dtype),
         vectors,
         plgpu.SMEM(plain, jnp.float32) if in_parts else shared_tiles(tiled, dtype),
         plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=p.stages),
         plgpu.Barrier(num_arrivals=p.parts * len(vectors)),
     )
+
+
+def _tokens(p: Plan, dtype: Any) -> Any:
+    """Return shared memory for the tokens of each stage."""
+    shape = p.stages, p.N, p.inner
+    return plgpu.SMEM(shape, dtype) if p.few else _tiles(shape, dtype, min(p.group, 64) * 2)
 
 
 def _tiles(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
@@ -272,35 +287,55 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
         slot = lax.rem(at, jnp.array(p.stages, at.dtype))
         group = (first + at) * (p.inner // p.group)
         plgpu.barrier_wait(shared.loaded.at[slot])
-
-        def multiply(accs: list) -> list[jax.Array]:
-            for part in range(p.parts):
-                _multiply(p, shared, slot, part, group, accs[part * groups :][:groups])
-            return [acc[...] for acc in accs]
-
-        sums = pl.run_scoped(multiply, [ACC((ROWS, p.N), jnp.float32) for _ in range(p.parts * groups)])
+        products = functools.partial(_few_products if p.few else _products, p, shared, slot, group)
         if p.scales_sums:
             scale = functools.partial(_spread, p, shared, "scale")
+            sums = products(None, groups)
             sums = [x * scale(n // groups, group + n % groups, x) for n, x in enumerate(sums)]
+            totals = [functools.reduce(jnp.add, sums[i * groups :][:groups], x) for i, x in enumerate(totals)]
+        else:
+            totals = products(totals, 1)
         plgpu.commit_smem()  # every warp has read the codes
         pl.when(at + p.stages < steps)(lambda: fetch(at + p.stages, slot))
-        return tuple(functools.reduce(jnp.add, sums[part * groups :][:groups], totals[part]) for part in range(p.parts))
+        return tuple(totals)
 
-    zero = plgpu.layout_cast(jnp.zeros((ROWS, p.N), jnp.float32), PRODUCT)
-    return list(lax.fori_loop(0, steps, step, (zero,) * p.parts))
+    return list(lax.fori_loop(0, steps, step, (zeros(p.N),) * p.parts))
 
 
-def _multiply(p: Plan, shared: Memory, slot: Any, part: int, group: Any, accs: list) -> None:
-    """Add the products of a part's codes with the tokens of a step to the sums of each group, or of all."""
+def _few_products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, groups: int) -> list[jax.Array]:
+    """Return the products of a step, of each group of each part, by products of a warp; added to `totals` if given."""
+    sums = [zeros(p.N)] * (p.parts * groups) if totals is None else list(totals)
+    for part in range(p.parts):
+        for i, own in enumerate(_weights(p, shared, slot, part, group)):
+            at = part * groups + i % groups
+            sums[at] = add_few(sums[at], own, shared.x.at[slot], i * p.group, p.form.name, p.T)
+    return sums
+
+
+def _products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, groups: int) -> list[jax.Array]:
+    """Return what `_few_products` does, by products of the warpgroup."""
+
+    def multiply(accs: list) -> list[jax.Array]:
+        for part in range(p.parts):
+            for i, own in enumerate(_weights(p, shared, slot, part, group)):
+                tokens = shared.x.at[slot, :, pl.ds(i * p.group, p.group)]
+                add_product(accs[part * groups + i % groups], own, tokens)
+        return [acc[...] for acc in accs]
+
+    sums = pl.run_scoped(multiply, [ACC((ROWS, p.N), jnp.float32) for _ in range(p.parts * groups)])
+    return sums if totals is None else [x + y for x, y in zip(totals, sums, strict=True)]
+
+
+def _weights(p: Plan, shared: Memory, slot: Any, part: int, group: Any) -> Iterator[jax.Array]:
+    """Yield the numbers of each group of a part's codes [64, group]."""
     values = numbers(plgpu.layout_cast(shared.codes[slot, part], REGISTER), p.form.name)
     for i in range(p.inner // p.group):
-        inner = pl.ds(i * p.group, p.group)
         own = values[:, i * p.group : (i + 1) * p.group]
         if p.form.name == "uint4":
             own = own - _spread(p, shared, "zero", part, group + i, own)
         if p.form.name == "mxfp4":
             own = own * _spread(p, shared, "scale", part, group + i, own)
-        add_product(accs[i % len(accs)], own, shared.x.at[slot, :, inner])
+        yield own
 
 
 def add_product(acc: Any, weights: jax.Array, tokens: Any) -> None:

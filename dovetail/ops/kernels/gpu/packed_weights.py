@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 
 from dovetail.core.formats import Format
 from dovetail.ops.kernels.gpu.experts import CHUNK, FEW, Tiles, all_tokens, sorted_tokens
-from dovetail.ops.kernels.gpu.packed_codes import in_order
 from dovetail.ops.kernels.gpu.packed_product import MOST_TOKENS, plan, product, why_not_rows
 
 
@@ -45,8 +44,7 @@ def packed_matmul(x: jax.Array, weight: Any, out_dtype: Any = None) -> jax.Array
     in_parts = p.splits > 1 or out_dtype != x.dtype
     arrays = {name: a[None] for name, a in weight.arrays.items()}
     padding = -len(x) % CHUNK if len(x) > CHUNK else 0  # tiles of memory are whole, or there is one
-    rows = in_order(jnp.pad(x, ((0, padding), (0, 0))), form.name)
-    y = product(rows, [arrays], [], tiles, p, in_parts=in_parts)
+    y = product(jnp.pad(x, ((0, padding), (0, 0))), [arrays], [], tiles, p, in_parts=in_parts)
     if in_parts:
         y = jnp.swapaxes(y.sum(axis=0), 1, 2).reshape(-1, weight.shape[0])
     return y[: len(x)].astype(out_dtype)
@@ -95,7 +93,7 @@ def few_token_packed_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array
         form, shape = params[names[0]].format, params[names[0]].shape
         biases = [params[f"{name}_bias"] for name in names if f"{name}_bias" in params]
         arrays = [params[name].arrays for name in names]
-        return product(in_order(x, form.name), arrays, biases, tiles, plan(form, tiles, shape, len(names)), **options)
+        return product(x, arrays, biases, tiles, plan(form, tiles, shape, len(names)), **options)
 
     hidden = times(tiles.x, ("gate", "up"), epilogue=lambda sums: [glu.in_kernel(*sums)])
     out = times(hidden, ("down",), reads=2)  # where the first product wrote

@@ -23,7 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dovetail.ops.kernels.gpu.prompt_items import GROUPS, KEYS, ROWS, PromptItem, PromptShape
 
 STAGES = 2  # blocks of keys, and of values, in shared memory
-HIDDEN = -1e30  # a score without weight: not -inf, whose difference to itself is NaN
+# A score without weight: not -inf, whose difference to itself is NaN, and a power of two, so that its product with the
+# scale is exact. Otherwise that of a multiply-add differs from the rounded one by up to 1e22, of which exp2 is inf.
+HIDDEN = -(2.0**100)
 LOG2E = math.log2(math.e)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
