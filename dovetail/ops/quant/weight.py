@@ -90,12 +90,22 @@ class Quantized:
 
     def unpacked_matmul(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         """Multiply x [..., in] by this matrix [out, in]: the reference, which unpacks a part of it at a time."""
-        product = lambda x, w: _in_parts(w, lambda part: matmul(x, part, out_dtype=out_dtype))  # noqa: E731
+
+        def product(x: jax.Array, w: Quantized) -> jax.Array:
+            # after x: XLA would unpack the weights of all layers first, which needs the memory of all of them
+            arrays = _after(x, w.arrays)
+            return _in_parts(replace(w, arrays=arrays), lambda part: matmul(x, part, out_dtype=out_dtype))
+
         return jax.checkpoint(product)(x, self)
 
     def _as_matrix(self) -> Quantized:
         arrays = {name: x.reshape(-1, x.shape[-1]) for name, x in self.arrays.items()}
         return replace(self, arrays=arrays, inner=())
+
+
+def _after(x: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return arrays that are not read before x is computed."""
+    return jax.lax.optimization_barrier((jax.lax.stop_gradient(x), arrays))[1]
 
 
 def _in_parts(weight: Quantized, product: Callable[[jax.Array], jax.Array]) -> jax.Array:

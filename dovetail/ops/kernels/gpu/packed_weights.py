@@ -56,7 +56,8 @@ def tiles_of(x: jax.Array, form: Format) -> Tiles:
     N = min(max(CHUNK, pl.next_power_of_2(T)), most_tokens(form))
     first = np.arange(0, T, N)
     table = np.stack([0 * first, first, first, np.minimum(T - first, N)]).astype(np.int32)
-    return Tiles(x, jnp.asarray(table), jnp.arange(T, dtype=jnp.int32), N, pl.cdiv(T, CHUNK) * CHUNK)
+    R = T if T < CHUNK else pl.cdiv(T, CHUNK) * CHUNK  # copies end at the last row
+    return Tiles(x, jnp.asarray(table), jnp.arange(T, dtype=jnp.int32), N, R)
 
 
 def most_tokens(form: Format) -> int:
