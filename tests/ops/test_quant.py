@@ -179,6 +179,28 @@ def test_two_input_dims_are_one_row(scheme):
     np.testing.assert_allclose(matmul(x, w, dims=2), matmul(x, w.dense(), dims=2), atol=1e-4)
 
 
+def test_results_of_large_matrices_are_not_kept_from_layer_to_layer(monkeypatch):
+    monkeypatch.setattr(weight, "PART", 1 << 16)
+    form, T, wide, narrow = Format("int4", 128, "float16"), 4096, 1024, 256
+
+    def abstract(out, size):
+        arrays = {name: jax.ShapeDtypeStruct((out, n), dtype) for name, (n, dtype) in form.lengths(size).items()}
+        return Quantized(arrays, form, jnp.dtype(jnp.float32))  # pyright: ignore[reportArgumentType]
+
+    def temporary(layers):
+        def run(x, weights):
+            for up, down in weights:
+                x = down.unpacked_matmul(jax.nn.relu(up.unpacked_matmul(x, None)), None)
+            return x
+
+        weights = [(abstract(wide, narrow), abstract(narrow, wide))] * layers
+        compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((T, narrow), jnp.float32), weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    result = T * wide * 4
+    assert temporary(3) - temporary(1) < result  # 20 MiB a layer with lax.map, which is more than a result
+
+
 def test_tables():
     table, index = blocks("q4_1", 7), jnp.asarray([[1, 0], [6, 6]])
     whole = dense(table)

@@ -6,8 +6,8 @@ large matrix is unpacked in parts, and the backward pass unpacks it again: a gra
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,26 +90,15 @@ class Quantized:
 
     def unpacked_matmul(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         """Multiply x [..., in] by this matrix [out, in]: the reference, which unpacks a part of it at a time."""
-
-        def product(x: jax.Array, w: Quantized) -> jax.Array:
-            # after x: XLA would unpack the weights of all layers first, which needs the memory of all of them
-            arrays = _after(x, w.arrays)
-            return _in_parts(replace(w, arrays=arrays), lambda part: matmul(x, part, out_dtype=out_dtype))
-
-        return jax.checkpoint(product)(x, self)
+        return jax.checkpoint(functools.partial(_multiply_parts, out_dtype=out_dtype))(x, self)
 
     def _as_matrix(self) -> Quantized:
         arrays = {name: x.reshape(-1, x.shape[-1]) for name, x in self.arrays.items()}
         return replace(self, arrays=arrays, inner=())
 
 
-def _after(x: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return arrays that are not read before x is computed."""
-    return jax.lax.optimization_barrier((jax.lax.stop_gradient(x), arrays))[1]
-
-
-def _in_parts(weight: Quantized, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return the products [..., rows] of a matrix that is unpacked some rows at a time.
+def _multiply_parts(x: jax.Array, weight: Quantized, out_dtype: Any) -> jax.Array:
+    """Return the products [..., rows] of x [..., size] with a matrix that is unpacked some rows at a time.
 
     On a mesh it is unpacked at once: the parts would be gathered from all devices.
     """
@@ -118,10 +107,14 @@ def _in_parts(weight: Quantized, product: Callable[[jax.Array], jax.Array]) -> j
     is_split = weight.placement is not None and weight.placement.mesh.size > 1
     count = 1 if is_split else next((n for n in range(wanted, min(rows, 64 * wanted) + 1) if rows % n == 0), 1)
     if count == 1:
-        return product(weight.dense())
-    arrays = {name: x.reshape(count, rows // count, -1) for name, x in weight.arrays.items()}
-    parts = jax.lax.map(lambda part: product(replace(weight, arrays=part).dense()), arrays)
-    return jnp.moveaxis(parts, 0, -2).reshape(*parts.shape[1:-1], rows)
+        return matmul(x, weight.dense(), out_dtype=out_dtype)
+    size, found = rows // count, []
+    for at in range(count):  # not lax.map: XLA allocates its results, of every layer of a model, before the first layer
+        arrays = {name: a[at * size : (at + 1) * size] for name, a in weight.arrays.items()}
+        before = found[-1] if found else x  # then the part is unpacked, not earlier
+        arrays = jax.lax.optimization_barrier((arrays, jax.lax.stop_gradient(before)))[0]
+        found.append(matmul(x, replace(weight, arrays=arrays).dense(), out_dtype=out_dtype))
+    return jnp.concatenate(found, axis=-1)
 
 
 # --- made from arrays and specs ---------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from jax.extend.mlir.dialects import arith, memref, vector
 from dovetail.core.formats import CODES
 
 ROWS = 64  # of a weight that a warpgroup multiplies at once
-PLAIN = 128  # the number of the code 0 without a zero point (0x4300)
 WORDS = 8  # of 16 bits, side by side in 4 threads
 REGISTER = plgpu.Layout.WGMMA_8BIT  # of bytes
 PRODUCT = plgpu.Layout.WGMMA  # of the numbers
@@ -48,11 +47,10 @@ class Plane(NamedTuple):
     times: int | None = None
 
 
-def planes_of(name: str, plain: bool = False) -> list[Plane]:
+def planes_of(name: str) -> list[Plane]:
     """Return the codes of a word in this format, in their order.
 
-    Without a scale: int4 gives q - 8, uint4 gives q, for which a zero point is subtracted later. With `plain` both give
-    PLAIN + q, which takes one operation less.
+    Without a scale: int4 gives q - 8, uint4 gives q, for which a zero point is subtracted later.
     """
     if name == "int8":  # 128 + the lower 7 bits - (128, or 256 if the sign is set)
         return [Plane(Bits(((at, 0x7F),), 0x4300), Bits(((at, 0x80),), 0x4300)) for at in (0, 8)]
@@ -60,8 +58,8 @@ def planes_of(name: str, plain: bool = False) -> list[Plane]:
         return [Plane(Bits(((at - 8, 0x8000), (at - 4, 0x07F0))), times=0x7B80) for at in (0, 8)]
     if name == "mxfp4":  # e2m1's bias is 1: times 2^126; its numbers below 1 are subnormal in bf16 as well
         return [Plane(Bits(((at - 12, 0x8000), (at - 6, 0x01C0))), times=0x7E80) for at in (0, 4, 8, 12)]
-    middle = None if plain else Bits(base={"int4": 0x4308, "uint4": 0x4300}[name])
-    return [Plane(Bits(((at, 0x000F),), 0x4300), middle) for at in (0, 4, 8, 12)]
+    middle = {"int4": 0x4308, "uint4": 0x4300}[name]
+    return [Plane(Bits(((at, 0x000F),), 0x4300), Bits(base=middle)) for at in (0, 4, 8, 12)]
 
 
 def decoded(word: Any, plane: Plane, number: Callable[[Any], Any]) -> Any:
@@ -95,9 +93,9 @@ def in_order(x: jax.Array, name: str) -> jax.Array:
 # --- in a kernel ------------------------------------------------------------------------------------------------------
 
 
-def numbers(codes: jax.Array, name: str, plain: bool = False) -> jax.Array:
+def numbers(codes: jax.Array, name: str) -> jax.Array:
     """Return bytes of codes [64, n], as REGISTER holds them, as bf16 numbers in the order of `in_order`."""
-    planes = planes_of(name, plain)
+    planes = planes_of(name)
     size = codes.shape[1] // 2 * len(planes)
 
     @plgpu.inline_mgpu(

@@ -29,8 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
 from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, PROGRAMS, Tiles, shared_tiles, store_rows
-from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PLAIN, REGISTER, ROWS, column, in_order, numbers
-from dovetail.ops.kernels.gpu.packed_few import add_few, few_and_sums, zeros
+from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, REGISTER, ROWS, column, in_order, numbers
+from dovetail.ops.kernels.gpu.packed_few import add_few, zeros
 
 FORMATS = ("int8", "fp8", "int4", "uint4", "mxfp4")
 GROUPS = (0, 32, 64, 128)  # of values under a scale
@@ -45,8 +45,8 @@ MOST_SCALES = 48 * 1024  # bytes of the scales of 64 rows
 # than three with six (28,672 x 4,096 in int4 on an H200: 25.8 instead of 29.0 us for 1 token, 42.1 instead of 59.4 us
 # for 64).
 STAGES = 3
-# Programs of a product of few tokens with parts of the input, at most: 0.9 to 1.4 us less than with 264 for 4,096 x 14,336
-# and 6,144 x 4,096 in fp8, 0.8 us less for the latter in int4.
+# Programs of a product of few tokens with parts of the input, at most. With 264 instead, 4,096 x 14,336 and 6,144 x 4,096
+# take 18.4 and 10.7 us in fp8, not 17.4 and 9.4; in int4 15.4 and 9.7, not 15.7 and 8.8.
 FEW_PROGRAMS = 4 * 132
 FEW = 8  # tokens of a tile, at most, that are multiplied by products of a warp instead of a warpgroup
 LEAST_STEPS = 4  # of a part of the input
@@ -81,11 +81,6 @@ class Plan(NamedTuple):
     def few(self) -> bool:
         """Return whether a warp multiplies on its own (packed_few)."""
         return self.N <= FEW
-
-    @property
-    def plain(self) -> bool:
-        """Return whether zero points are left to the sums of groups, not subtracted from each number."""
-        return self.few and self.form.name in ("int4", "uint4")
 
     @property
     def scales_sums(self) -> bool:
@@ -298,7 +293,7 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
         products = functools.partial(_few_products if p.few else _products, p, shared, slot, group)
         if p.scales_sums:
             scale = functools.partial(_spread, p, shared, "scale")
-            sums = _plain_products(p, shared, slot, group) if p.plain else products(None, groups)
+            sums = products(None, groups)
             sums = [x * scale(n // groups, group + n % groups, x) for n, x in enumerate(sums)]
             totals = [functools.reduce(jnp.add, sums[i * groups :][:groups], x) for i, x in enumerate(totals)]
         else:
@@ -320,17 +315,6 @@ def _few_products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, g
     return sums
 
 
-def _plain_products(p: Plan, shared: Memory, slot: Any, group: Any) -> list[jax.Array]:
-    """Return what `_few_products` does without totals; zero points multiply the sums of the tokens' values."""
-    found = []
-    for part in range(p.parts):
-        for i, own in enumerate(_weights(p, shared, slot, part, group)):
-            sums, counts = few_and_sums(own, shared.x.at[slot], i * p.group, p.form.name, p.T, p.N)
-            zero = 8.0 if p.form.name == "int4" else _spread(p, shared, "zero", part, group + i, sums)
-            found.append(sums - counts * (PLAIN + zero))
-    return found
-
-
 def _products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, groups: int) -> list[jax.Array]:
     """Return what `_few_products` does, by products of the warpgroup."""
 
@@ -347,10 +331,10 @@ def _products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, group
 
 def _weights(p: Plan, shared: Memory, slot: Any, part: int, group: Any) -> Iterator[jax.Array]:
     """Yield the numbers of each group of a part's codes [64, group]."""
-    values = numbers(plgpu.layout_cast(shared.codes[slot, part], REGISTER), p.form.name, p.plain)
+    values = numbers(plgpu.layout_cast(shared.codes[slot, part], REGISTER), p.form.name)
     for i in range(p.inner // p.group):
         own = values[:, i * p.group : (i + 1) * p.group]
-        if p.form.name == "uint4" and not p.plain:
+        if p.form.name == "uint4":
             own = own - _spread(p, shared, "zero", part, group + i, own)
         if p.form.name == "mxfp4":
             own = own * _spread(p, shared, "scale", part, group + i, own)
