@@ -268,7 +268,8 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
     if not on_cpu:
         largest = max(held_bytes(layer) for layer in programs.pages(1))
         measure = functools.partial(programs.step_memory, params)
-        step_bytes, copied = bytes_beside(room, page_bytes, largest, most, measure)
+        copies = functools.partial(programs.copies_pages, params)
+        step_bytes, copied = bytes_beside(room, page_bytes, largest, most, measure, copies)
         room, page_bytes = room - step_bytes, page_bytes + copied
     pages = num_pages(room, page_bytes, programs.page_size, most)
     if pages == most:
@@ -337,8 +338,7 @@ class AbstractEngine:
     @property
     def layer_shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the layers' pages on one device, each kind once."""
-        layers = jax.tree.leaves(self.programs.pages(self.pages))
-        return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
+        return self.programs.local_pools(self.pages)
 
     def corners(self) -> list[ProgramShape]:
         """Return the smallest and the largest decode and verify steps, the largest with prompts, and encoder calls."""

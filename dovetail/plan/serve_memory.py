@@ -376,12 +376,18 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
 
 
 def bytes_beside(
-    room: int, page_bytes: int, layer_bytes: int, most: int, step_bytes: Callable[[int], int]
+    room: int,
+    page_bytes: int,
+    layer_bytes: int,
+    most: int,
+    step_bytes: Callable[[int], int],
+    copies_pages: Callable[[int], bool],
 ) -> tuple[int, int]:
     """Return (bytes of the largest step, bytes that it grows by with every page).
 
     The step is measured with half of the pool that would fit. A step that copies pages, at least those of one layer,
-    needs as much memory as they take; if it does and that matters, a second measurement gives the growth.
+    needs as much memory as they take; if it does and that matters, a second measurement gives the growth. It compiles
+    the step again, which takes 20 seconds for a model of 48 layers on a GPU.
 
     Args:
         room: Bytes for the pool and the step together.
@@ -389,11 +395,12 @@ def bytes_beside(
         layer_bytes: Bytes of a page of the largest layer.
         most: The most pages that the engine can use.
         step_bytes: Compiles the largest step for a number of pages and returns its bytes.
+        copies_pages: Returns whether the step that was compiled for a number of pages copies those of a layer.
     """
     pages = max(1, round_pages(min(room // page_bytes, most) // 2))
     measured = step_bytes(pages)
     fits_anyway = most * page_bytes + 2 * measured <= room
-    if pages == 1 or fits_anyway or measured < pages * layer_bytes:
+    if pages == 1 or fits_anyway or measured < pages * layer_bytes or not copies_pages(pages):
         return measured, 0
     copied = max(0, measured - step_bytes(pages // 2)) // (pages - pages // 2)
     return measured - copied * pages, copied

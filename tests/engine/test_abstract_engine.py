@@ -96,11 +96,15 @@ class Step:
     """Stand in for the compiler's memory analysis of a step: a fixed size, and more with each page that it copies."""
 
     def __init__(self, fixed: int, copied: int):
-        self.fixed, self.copied, self.asked = fixed, copied, []
+        self.fixed, self.copied, self.asked, self.read = fixed, copied, [], []
 
     def __call__(self, pages: int) -> int:
         self.asked.append(pages)
         return self.fixed + self.copied * pages
+
+    def copies(self, pages: int) -> bool:
+        self.read.append(pages)
+        return bool(self.copied)
 
 
 PAGE, LAYER, MOST = 2**20, 2**15, 10**6  # 32 layers
@@ -108,24 +112,31 @@ PAGE, LAYER, MOST = 2**20, 2**15, 10**6  # 32 layers
 
 def test_a_step_that_copies_nothing_is_compiled_once():
     step = Step(GIB // 4, 0)
-    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step) == (GIB // 4, 0)
+    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB // 4, 0)
     (pages,) = step.asked
     assert 0.48 * 100 * GIB < pages * PAGE <= 50 * GIB, "half of what fits, rounded"
 
 
 def test_a_step_that_copies_a_layers_pages_twice_is_seen():
     step = Step(GIB // 4, 2 * LAYER)
-    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step) == (GIB // 4, 2 * LAYER)
+    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB // 4, 2 * LAYER)
     assert len(step.asked) == 2
 
 
 def test_a_step_as_large_as_a_layers_pages_may_still_copy_nothing():
-    assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, Step(GIB, 0)) == (GIB, 0)
+    step = Step(GIB, 0)
+    assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB, 0)
+    assert step.asked == step.read and len(step.asked) == 1, "its program is read, and not compiled again"
+
+
+def test_a_program_that_cannot_be_read_is_measured_twice():
+    step = Step(GIB, 0)
+    assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, step, lambda _: True) == (GIB, 0) and len(step.asked) == 2
 
 
 def test_memory_is_not_measured_again_if_all_pages_fit():
     step = Step(GIB, LAYER)
-    fixed, copied = bytes_beside(100 * GIB, PAGE, LAYER, 100, step)
+    fixed, copied = bytes_beside(100 * GIB, PAGE, LAYER, 100, step, step.copies)
     assert len(step.asked) == 1 and copied == 0 and fixed + 100 * PAGE < 100 * GIB
 
 
@@ -141,3 +152,9 @@ def test_a_copied_pool_is_read_from_the_program():
 
     assert copies_of(read(text(keeps)), pool.shape)
     assert not copies_of(read(text(lambda pool, rows: pool.at[3].set(rows), donate_argnums=0)), pool.shape)
+
+
+def test_the_largest_step_copies_no_pages():
+    options = EngineOptions.of(OPTIONS | dict(kv_cache_memory_bytes=2**20, dtype="f32"))
+    made = abstract_engine(config(kv_cache_memory_bytes=2**20), options, jax.devices())
+    assert made.programs.copies_pages(made.params, made.pages) is False

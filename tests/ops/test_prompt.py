@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.core.types import Paged
 from dovetail.ops import dispatch
-from dovetail.ops.kernels.gpu import prompt, prompt_items
+from dovetail.ops.kernels.gpu import prompt, prompt_items, prompt_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,15 @@ def test_the_kernel_lowers_for_a_gpu(heads, options):
     q, pages = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((328, N, H), (64, 16, 2 * K, H)))
     run = jax.jit(lambda ctx, q, pages: prompt.paged_attention(ctx, q, pages, scale=0.1, **options))
     assert "mosaic_gpu" in run.trace(context(), q, pages).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("scale", [64**-0.5, 128**-0.5, 30.0, 1.0])
+def test_the_score_of_a_hidden_key_is_exact(scale):
+    scale = np.float32(scale * prompt_kernel.LOG2E)
+    hidden = np.float32(prompt_kernel.HIDDEN)
+    rounded = np.float32(hidden * scale)
+    # a multiply-add keeps what the product's rounding drops: exp2 of a difference of 1e22 is inf
+    assert np.float64(hidden) * np.float64(scale) == np.float64(rounded)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from dovetail.models.decoder import abstract_cache
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import compile_options
+from dovetail.plan.hlo import copies_of, read
 from dovetail.plan.serve_memory import feature_width, sampler_bytes
 
 log = logging.getLogger(__name__)
@@ -193,6 +194,11 @@ class Programs:
             own = abstract_cache(self.draft.layers, count + 1, *shape) if self.draft else ()
             return self._abstract((*pages, *own))
 
+    def local_pools(self, count: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the layers' pages on one device."""
+        pools = jax.tree.leaves(self.pages(count))
+        return list(dict.fromkeys(x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in pools))
+
     def of(self, shape: ProgramShape, params: Any, cache: Any) -> StepProgram:
         """Return the program of a shape with these weights and pages, which may be abstract."""
         if isinstance(shape, EncoderShape):
@@ -248,6 +254,11 @@ class Programs:
         largest: list[ProgramShape] = [self.buckets.largest(), *([self.encoder.largest()] if self.encoder else [])]
         compiled = max(self._beside(shape, params, pages) for shape in largest)
         return int(compiled + sampler_bytes(self.buckets.max_rows, self.cfg.vocab))
+
+    def copies_pages(self, params: Any, pages: int) -> bool:
+        """Return whether the largest step with `pages` pages copies those of a layer; True if it cannot be read."""
+        text = self.compile(self.buckets.largest(), params, pages).as_text()
+        return not text or any(copies_of(read(text), dims) for dims in self.local_pools(pages))
 
     def _beside(self, shape: ProgramShape, params: Any, pages: int) -> int:
         found = self.compile(shape, params, pages).memory_analysis()
