@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 
+import hypothesis_tables
 import ir_context
 import pytest
 import typer.testing
@@ -144,6 +145,8 @@ def _compile_cheaply():
     gc.freeze()
     if "jax" in sys.modules:
         ir_context.share()
+    if "hypothesis" in sys.modules:
+        hypothesis_tables.share()
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
