@@ -23,6 +23,7 @@ import sys
 
 import hypothesis_tables
 import ir_context
+import one_tls_context
 import pytest
 import typer.testing
 from few_programs import FEW
@@ -147,6 +148,8 @@ def _compile_cheaply():
         ir_context.share()
     if "hypothesis" in sys.modules:
         hypothesis_tables.share()
+    if "httpx" in sys.modules:
+        one_tls_context.share()
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
