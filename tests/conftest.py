@@ -133,8 +133,11 @@ COSTLY = [line for line in (TESTS / "costly.txt").read_text().splitlines() if li
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does
 def pytest_collection_modifyitems(items):
+    if "hypothesis" in sys.modules:  # whose plugin would read the package's sources next
+        hypothesis_tables.share()
+    costly = tuple(COSTLY)
     for item in items:
-        if item.nodeid.startswith(tuple(COSTLY)):
+        if item.nodeid.startswith(costly):
             item.add_marker(pytest.mark.thorough)
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: (place.get(item.path.stem, len(LONGEST_FIRST)), str(item.path)))
@@ -146,8 +149,6 @@ def _compile_cheaply():
     gc.freeze()
     if "jax" in sys.modules:
         ir_context.share()
-    if "hypothesis" in sys.modules:
-        hypothesis_tables.share()
     if "httpx" in sys.modules:
         one_tls_context.share()
     yield
