@@ -21,7 +21,9 @@ import signal
 import subprocess
 import sys
 
+import hypothesis_tables
 import ir_context
+import one_tls_context
 import pytest
 import typer.testing
 from few_programs import FEW
@@ -131,8 +133,11 @@ COSTLY = [line for line in (TESTS / "costly.txt").read_text().splitlines() if li
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does
 def pytest_collection_modifyitems(items):
+    if "hypothesis" in sys.modules:  # whose plugin would read the package's sources next
+        hypothesis_tables.share()
+    costly = tuple(COSTLY)
     for item in items:
-        if item.nodeid.startswith(tuple(COSTLY)):
+        if item.nodeid.startswith(costly):
             item.add_marker(pytest.mark.thorough)
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: (place.get(item.path.stem, len(LONGEST_FIRST)), str(item.path)))
@@ -144,6 +149,8 @@ def _compile_cheaply():
     gc.freeze()
     if "jax" in sys.modules:
         ir_context.share()
+    if "httpx" in sys.modules:
+        one_tls_context.share()
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:

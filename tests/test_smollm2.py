@@ -7,9 +7,11 @@ import pytest
 import torch
 import transformers
 from corners import corners
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from later import later
 
 from dovetail.io.load import convert
+
+gguf_utils = later("transformers.modeling_gguf_pytorch_utils")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]  # 135 M parameters, twice
 
@@ -79,7 +81,7 @@ def test_greedy_tokens(question, smollm2, theirs):
 @pytest.mark.thorough  # tests/io/test_gguf.py holds the tensors to transformers' as well
 def test_transformers_reads_the_same_tensors_from_the_gguf(smollm2_gguf, theirs):
     """What from_pretrained(gguf_file=...) calls; itself it wants accelerate, which nothing else here does."""
-    direct = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=theirs)["tensors"]
+    direct = gguf_utils.load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=theirs)["tensors"]
     exported = theirs.state_dict()
     assert set(direct) >= set(exported) - {"lm_head.weight"}
     differing = [key for key in direct if not torch.equal(direct[key].float(), exported[key])]

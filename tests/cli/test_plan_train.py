@@ -1,5 +1,6 @@
 """`dovetail plan train`: tables, recipe lines and JSON, on narrow and wide screens."""
 
+import functools
 import json
 
 import pytest
@@ -22,6 +23,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))  # no calibration of this machine's
 
 
+@functools.cache  # several tests read the same answer
 def run(*args: str, columns: int = 120) -> str:
     result = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(plan.app, list(args))
     if result.exception and not isinstance(result.exception, SystemExit):

@@ -78,13 +78,10 @@ def test_a_segment_is_a_run_of_one_document_from_position_zero(kind, lengths, le
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(2, 45))
 def test_best_fit_cuts_only_what_is_too_long(lengths, length):
-    pieces = [piece for i in range(packed("best_fit", lengths, length).count) for piece in _pieces(lengths, length, i)]
+    rows = packed("best_fit", lengths, length)
+    pieces = [piece for i in range(rows.count) for piece in rows.pieces(i)]
     for document, start, stop in pieces:
         assert start % length == 0 and stop == min(start + length, lengths[document])
-
-
-def _pieces(lengths, length, i):
-    return packed("best_fit", lengths, length).pieces(i)
 
 
 @settings(max_examples=100, deadline=None)

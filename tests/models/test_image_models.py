@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_siglip_embeds_as_transformers_and_exports_bitwise(tmp_path):
     with torch.no_grad():
         wanted = theirs(input_ids=torch.tensor(tokens), pixel_values=pixel_values(pixels))
     patches = centred(to_patches(jnp.asarray(pixels), 8), jnp.float32)
-    seen, read = pair.image_embeds(model.params, patches), pair.text_embeds(model.params, jnp.asarray(tokens))
+    seen, read = jax.jit(pair.image_embeds)(model.params, patches), jax.jit(pair.text_embeds)(model.params, tokens)
     np.testing.assert_allclose(seen, wanted.image_embeds, atol=1e-4)
     np.testing.assert_allclose(read, wanted.text_embeds, atol=1e-4)
     logits = seen @ read.T * jnp.exp(model.params["logit_scale"]) + model.params["logit_bias"]

@@ -130,11 +130,11 @@ def in_chunks(attention, row: tuple[int, ...], chunks, window: int | None) -> np
     """[tokens, N, H] of a prompt in chunks, each with whole images; what no token wrote is NaN."""
     pages, got = jnp.full((40, PAGE, *row), jnp.nan), []
     tables = jnp.asarray(np.random.default_rng(3).permutation(40)[None].astype(np.int32))
+    write, run = jax.jit(write_heads), jax.jit(functools.partial(attention, scale=0.3, window=window))
     for start, end in chunks:
         ctx = Paged(tables, jnp.asarray([end]), jnp.asarray([0, end - start]), jnp.ones(1, jnp.int32))
-        pages = write_heads(ctx, pages, KEYS[start:end], VALUES[start:end])
+        pages = write(ctx, pages, KEYS[start:end], VALUES[start:end])
         ctx = Paged(tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, last_seen=jnp.asarray(LAST[start:end]))
-        run = jax.jit(lambda ctx, q, pages: attention(ctx, q, pages, scale=0.3, window=window))
         got.append(run(ctx, Q[start:end], pages))
     return np.concatenate(got)
 

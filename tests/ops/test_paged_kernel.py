@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def arrays(name: str):
 def test_equals_the_reference(name, extras, splits):
     ctx, q, pages, sinks, count = arrays(name)
     options = dict(scale=0.2, window=9, sinks=sinks, softcap=3.0) if extras else dict(scale=0.2)
-    expected = reference(ctx, q, pages, **options)
+    expected = jax.jit(functools.partial(reference, **options))(ctx, q, pages)
     got = kernel(ctx, q, pages, splits=splits, block=16, interpret=True, **options)
     np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)
 
@@ -60,7 +61,7 @@ def test_rounded_pages(name, dtype):
     ctx, q, pages, sinks, count = arrays(name)
     pages = jax.jit(round_rows, static_argnums=1)(pages, jnp.dtype(dtype))
     options: dict[str, Any] = dict(scale=0.2, sinks=sinks, softcap=3.0 if name == "decode" else None)
-    expected = reference(ctx, q, pages, **options)
+    expected = jax.jit(functools.partial(reference, **options))(ctx, q, pages)
     got = kernel(ctx, q, pages, splits=2, block=16, interpret=True, **options)
     np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)
 

@@ -1,4 +1,4 @@
-"""Share helpers for whole runs: a model of a few thousand weights and deterministic rows."""
+"""Share helpers for whole runs: a model of one layer and a few thousand weights, and deterministic rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dovetail.train.settings import Pretrain
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "eos_token_id": 256, "hidden_act": "silu",
 }  # fmt: skip

@@ -23,8 +23,12 @@ from dovetail.jobs.backends.tpu_ssh import SshResult, TpuHost
 from dovetail.jobs.store import JobStore
 from dovetail.jobs.supervisor import JobSupervisor, orphans, reap
 
-pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
 TICKS = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client():
+    pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
 
 
 @dataclass

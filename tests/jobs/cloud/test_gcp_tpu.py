@@ -14,8 +14,12 @@ from dovetail.jobs.backends.queued_resources import QueuedResources
 from dovetail.jobs.backends.tpu_ssh import SshResult
 from dovetail.jobs.job import Resource
 
-pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
 NAME = f"projects/{PROJECT}/locations/{ZONE}/queuedResources/dt-a1b2-1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client():
+    pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
 
 
 @pytest.fixture

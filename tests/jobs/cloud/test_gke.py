@@ -20,9 +20,12 @@ from dovetail.jobs.backends.tpu_ssh import SshResult
 from dovetail.jobs.job import Attempt, Resource
 
 pytestmark = pytest.mark.slow
-
-pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
 NAME = "dt-a1b2-1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client():
+    pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from engine.engines import OPTIONS
 from engine.test_adapters import saved
+from later import later
 from reference_models import reference
 from serve.servers import MODEL, hanging, openai_refuses, running
 
@@ -26,6 +26,8 @@ from dovetail.engine.options import EngineOptions
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.supervisor import RestartLimits
 from dovetail.serve.remote.wire import LoadedAdapter
+
+openai = later("openai")
 
 pytestmark = pytest.mark.slow  # the engine is started twice
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import httpx
-import openai
 import pytest
 from later import later
 from serve.api.test_api_tools import CALL, WEATHER
@@ -16,6 +15,7 @@ from dovetail.serve.api.anthropic import _anthropic_id, _call_id
 from dovetail.serve.remote.wire import LoadedAdapter
 
 anthropic = later("anthropic")
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,10 @@
 """Greedy answers of SmolLM2 over HTTP equal transformers' tokens."""
 
-import openai
 import pytest
+from later import later
 from smollm2_greedy import NEW, greedy_tokens, mixed_prompts
+
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import httpx
 import jax
 import jax.numpy as jnp
 import msgspec
-import openai
 import pytest
 from data.conftest import CHATML, small_tokenizer
 from few_programs import APPLY
@@ -28,6 +27,7 @@ from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.wire import Delta, DeltaTimes
 
 anthropic = later("anthropic")
+openai = later("openai")
 pytestmark = pytest.mark.slow
 
 TOOLS_AND_CHATML = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML

@@ -8,8 +8,8 @@ import re
 import httpx
 import jsonschema
 import numpy as np
-import openai
 import pytest
+from later import later
 from refusals import refuses
 from serve.servers import MODEL, Script, openai_refuses, running
 
@@ -20,6 +20,8 @@ from dovetail.io.tool_formats.formats import TOOL_FORMATS
 from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.io.tool_formats.notation import read_cut_off
 from dovetail.io.tool_formats.stream import parse
+
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 

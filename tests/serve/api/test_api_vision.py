@@ -9,7 +9,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from engine.engines import GREEDY, OPTIONS
 from engine.test_images import folder_to_chat_with
@@ -24,6 +23,7 @@ from dovetail.serve.http.start import read_image_processor, read_tokenizer
 from dovetail.serve.remote.client import EngineClient
 
 anthropic = later("anthropic")
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 SIZES = OPTIONS | dict(max_num_batched_tokens=64, max_decode_steps=1)

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
-import openai
 import pytest
+from later import later
 from safetensors.numpy import save_file
 from serve.servers import MODEL, Script, running
 from typer.testing import CliRunner
@@ -25,6 +25,8 @@ from xla_flags import flags
 
 from dovetail.cli.main import app
 from dovetail.cli.serve import _show
+
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -9,14 +9,16 @@ import time
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
+from later import later
 from serve.servers import MODEL, Script, openai_refuses, running
 
 from dovetail.serve.config import ServerConfig, ServerLimits
 from dovetail.serve.errors import ApiError
 from dovetail.serve.http.long_bodies import AT_ONCE, LONG
 from dovetail.serve.talk.service import Inflight
+
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 

@@ -11,14 +11,16 @@ import time
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from engine.engines import OPTIONS
+from later import later
 from reference_models import reference
 from serve.servers import hanging, running
 
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.remote.client import EngineClient
+
+openai = later("openai")
 
 pytestmark = pytest.mark.slow  # the engine is started twice
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import httpx
-import openai
 import pytest
 from later import later
 from serve.servers import MODEL, Script, openai_refuses, running
 
 anthropic = later("anthropic")
+openai = later("openai")
 
 pytestmark = pytest.mark.slow
 
