@@ -41,7 +41,7 @@ from dovetail.io.compiled import keep_compiled
 from dovetail.io.hub import resolve
 from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor
-from dovetail.io.load import load
+from dovetail.io.load import load, served_blocks
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
@@ -50,7 +50,6 @@ from dovetail.models.formats import rounded_formats, with_formats
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
-from dovetail.ops.dispatch import reads_blocks
 from dovetail.ops.quant.weight import rounded
 
 log = logging.getLogger(__name__)
@@ -510,12 +509,8 @@ def _load(
     if options.load_format == "dummy":
         return _dummy(model, options, placement)
     check = functools.partial(check_model, options=options)
-    held = options.quantization
-    on_cpu = "f32" if jax.default_backend() == "cpu" else "bf16"  # the default dtype, see `load`
     path = resolve(model, progress)
-    # The suffix first: `reads_blocks` compiles kernels when it is called for the first time on a machine
-    if held is None and path.suffix == ".gguf" and reads_blocks(compute_of(options.dtype or on_cpu).dtype, placement):
-        held = "gguf"
+    held = options.quantization or served_blocks(path, options.dtype, placement)
     loaded = load(path, options.dtype, placement, progress, check, held)
     params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
     return loaded.config, params, loaded.tokenizer
