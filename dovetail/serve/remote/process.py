@@ -150,7 +150,7 @@ class EngineProcess:
         from dovetail.engine.llm import LLM
         from dovetail.engine.loop import EngineLoop
 
-        llm = LLM.from_options(start.model, _options(start), progress=self._progress)
+        llm = LLM.from_options(start.model, _options(start), progress=self._progress, text=False)
         llm.prepare(self._progress)
         gc.collect()
         return_freed()
