@@ -29,6 +29,7 @@ from dovetail.engine.request.outputs import OutputDelta
 from dovetail.engine.request.params import SamplingParams
 
 MODEL = "smollm2-135m"
+SCHEME = "gguf"  # activations in f32: rounded, a text may depend on the batch
 TOPICS = ("a lighthouse", "bread", "the moon", "rivers", "chess", "a violin", "glass", "bees", "maps", "winter", "iron")
 PROMPTS = [f"Write {n} sentences about {topic}." for topic in TOPICS for n in range(2, 8)]
 MAX_LEN, MAX_TOKENS = 256, 2048
@@ -83,7 +84,9 @@ def _cpu(start: Mark, end: Mark) -> dict[str, float]:
 def _offline(clients: int, output: int, seconds: float) -> tuple[dict[str, str], tuple[Mark, Mark]]:
     """Each prompt's answer; and two moments of a load like the server's, without a server: as many clients ask the
     engine in this process, each again when it has its answer."""
-    llm = LLM(MODEL, max_num_seqs=clients, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS)
+    llm = LLM(
+        MODEL, quantization=SCHEME, max_num_seqs=clients, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS
+    )
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
@@ -126,6 +129,7 @@ def _warm_up(seconds: float) -> float:
 def _server(clients: int) -> Iterator[tuple[int, dict[str, int]]]:
     """(its port, its processes)."""
     command = [sys.executable, "-m", "dovetail", "serve", MODEL, "--port", "0", "--max-model-len", str(MAX_LEN)]
+    command += ["--quantization", SCHEME]
     command += ["--max-num-seqs", str(clients), "--max-num-batched-tokens", str(MAX_TOKENS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

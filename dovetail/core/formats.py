@@ -49,6 +49,11 @@ class Format:
     activations: str = ""
 
     @property
+    def stored(self) -> Format:
+        """Return the format without what a kernel may do with activations: equal for equal arrays."""
+        return replace(self, activations="")
+
+    @property
     def unit(self) -> int:
         """Return the values of a row that cannot be separated."""
         if self.name in BLOCKS:

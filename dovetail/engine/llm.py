@@ -41,7 +41,8 @@ from dovetail.io.compiled import keep_compiled
 from dovetail.io.hub import resolve
 from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor
-from dovetail.io.load import load
+from dovetail.io.late_tokenizer import LateTokenizer
+from dovetail.io.load import load, open_checkpoint, served_blocks
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
@@ -50,7 +51,6 @@ from dovetail.models.formats import rounded_formats, with_formats
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
-from dovetail.ops.dispatch import reads_blocks
 from dovetail.ops.quant.weight import rounded
 
 log = logging.getLogger(__name__)
@@ -81,16 +81,25 @@ class LLM:
 
     @_with_keywords_of(EngineOptions)
     def __init__(self, model: str | Path, **options: Any):
-        self._open(model, EngineOptions.of(options), None)
+        self._open(model, EngineOptions.of(options), None, text=True)
 
     @classmethod
-    def from_options(cls, model: str | Path, options: EngineOptions, *, progress: Progress | None = None) -> LLM:
-        """Load a model; `progress(what, done, total)` reports loading and compiling in place of a bar."""
+    def from_options(
+        cls, model: str | Path, options: EngineOptions, *, progress: Progress | None = None, text: bool = True
+    ) -> LLM:
+        """Load a model.
+
+        Args:
+            model: A folder, .gguf file, hub id or catalogue name.
+            options: The engine's options.
+            progress: `progress(what, done, total)` reports loading and compiling in place of a bar.
+            text: Whether texts are read and written here; if not, the tokenizer is let go until a grammar needs it.
+        """
         llm = cls.__new__(cls)
-        llm._open(model, options, progress)
+        llm._open(model, options, progress, text)
         return llm
 
-    def _open(self, model: str | Path, options: EngineOptions, progress: Progress | None) -> None:
+    def _open(self, model: str | Path, options: EngineOptions, progress: Progress | None, text: bool) -> None:
         start = time.perf_counter()
         keep_compiled()
         log.info("reading the weights of %s", model)
@@ -101,6 +110,8 @@ class LLM:
         else:
             placement, options = placement_of(options), options.with_own_draft(str(model))
             config, params, tokenizer = _load(model, options, placement, progress)
+            if tokenizer and not text:
+                tokenizer = LateTokenizer(functools.partial(_read_tokenizer, model), tokenizer.eos_ids)
             build = functools.partial(build_engine, config, params, options, tokenizer, placement)
             del params  # `build` has the last reference
             self._begin(config, tokenizer, options, build, progress, start)
@@ -510,15 +521,18 @@ def _load(
     if options.load_format == "dummy":
         return _dummy(model, options, placement)
     check = functools.partial(check_model, options=options)
-    held = options.quantization
-    on_cpu = "f32" if jax.default_backend() == "cpu" else "bf16"  # the default dtype, see `load`
     path = resolve(model, progress)
-    # The suffix first: `reads_blocks` compiles kernels when it is called for the first time on a machine
-    if held is None and path.suffix == ".gguf" and reads_blocks(compute_of(options.dtype or on_cpu).dtype, placement):
-        held = "gguf"
+    held = options.quantization or served_blocks(path, options.dtype, placement)
     loaded = load(path, options.dtype, placement, progress, check, held)
     params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
     return loaded.config, params, loaded.tokenizer
+
+
+def _read_tokenizer(model: str | Path) -> Tokenizer:
+    """Return the tokenizer of a model that has one."""
+    tokenizer = open_checkpoint(resolve(model))[2]
+    assert tokenizer is not None
+    return tokenizer
 
 
 def _dummy(

@@ -52,7 +52,7 @@ class EngineOptions:
         None,
         "How weights are held: int8, w8a8, fp8, fp8_block, int4, int4_asym, nf4 or mxfp4 rounds the projections of "
         "layers, gguf keeps the blocks of a .gguf file (gguf_int8: and rounds activations on a CPU), none unpacks "
-        "(docs/quantisation.md). Default: a quantised folder is kept as it is, a .gguf file on a CPU too.",
+        "(docs/quantisation.md). Default: a quantised folder is kept as it is; gguf_int8 for a .gguf file on a CPU.",
         choices=QUANTIZATIONS, metavar="SCHEME",
     )  # fmt: skip
     kv_cache_dtype: str = option(

@@ -125,6 +125,20 @@ def has_program(key: str) -> bool:
     return folder is not None and (folder / key).is_file()
 
 
+def once(key: str, work: Callable[[], None]) -> None:
+    """Do work whose result another cache keeps, if this key's has not been done; without a folder it is not done."""
+    folder = _folder()
+    if folder is None:
+        return
+    try:
+        done = own_folder(folder) / key
+        if not done.is_file():
+            work()
+        done.touch(0o600)  # it is of use
+    except OSError as error:
+        log.info("%s: nothing was compiled ahead", error)
+
+
 def load_program(key: str, devices: list[Any]) -> Any | None:
     """Return the program, loaded onto these devices; None if it is missing or unusable."""
     from jax.experimental.serialize_executable import deserialize_and_load

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -206,7 +205,7 @@ def _read_weight(source: TensorSource, leaf: ParamSpec, names: dict[str, str], d
     stored = [names[name] for name in leaf.stored.names]
     known = source.formats() if isinstance(source, QuantizedSource) else {}
     kinds = {known.get(name) for name in stored}
-    if any(kind is None or replace(kind, activations=leaf.format.activations) != leaf.format for kind in kinds):
+    if any(kind is None or kind.stored != leaf.format.stored for kind in kinds):
         plain = _read_leaf(source, leaf, names, dtype, placement)
         return rounded(leaf, plain, placement)
     parts = [source.packed(name) for name in stored]  # type: ignore[attr-defined]

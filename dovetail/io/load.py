@@ -49,6 +49,7 @@ from dovetail.models.decoder import forward, greedy, unembed
 from dovetail.models.formats import Formats, formats_of, rounded_formats, with_formats
 from dovetail.models.registry import parse_config, read_config, read_json, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
+from dovetail.ops.dispatch import reads_blocks
 
 if TYPE_CHECKING:
     from dovetail.interop.torch.language_model import TorchLanguageModel
@@ -212,6 +213,17 @@ def chosen_formats(checkpoint: TensorSource, cfg: ModelConfig, where: str, quant
     if quantization == "gguf_int8":
         return tuple((path, replace(form, activations="int8")) for path, form in formats)
     return formats
+
+
+def served_blocks(path: Path, dtype: DTypeLike | None = None, placement: Placement | None = None) -> str | None:
+    """Return the `quantization` of a model that is served without one: "gguf_int8", or None for that of `load`.
+
+    A CPU reads the blocks of a .gguf file as they are, and rounds activations to int8 as llama.cpp does.
+    """
+    if path.suffix != ".gguf":
+        return None
+    own = "f32" if jax.default_backend() == "cpu" else "bf16"  # the default, see `load`
+    return "gguf_int8" if reads_blocks(compute_of(dtype or own).dtype, placement) else None
 
 
 def _load_torch(path: Path, dtype: DTypeLike | None, placement: Placement | None, source: str) -> TorchLanguageModel:

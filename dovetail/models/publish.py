@@ -79,8 +79,8 @@ def _in_formats(p: Params, specs: Any, dtype: Any) -> Params:
     """Return the weights in the formats of their specs."""
 
     def one(leaf: ParamSpec, x: Any) -> Any:
-        if is_quantized(x) and x.format == leaf.format:
-            return x
+        if is_quantized(x) and leaf.format and x.format.stored == leaf.format.stored:
+            return replace(x, format=leaf.format)
         plain = x.dense() if is_quantized(x) else x
         return plain if leaf.format is None else rounded(leaf, plain).astype(leaf_dtype(leaf, dtype))
 

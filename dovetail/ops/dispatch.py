@@ -6,6 +6,8 @@ The file of an operation has the reference, and asks here for a kernel. A kernel
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import logging
 from collections.abc import Callable
 from platform import machine
@@ -27,6 +29,7 @@ from dovetail.ops.capabilities import (
     is_hopper,
     is_one_gpu,
 )
+from dovetail.ops.kernels.cpu.needs import why_not_packed as why_not_packed_rows
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
@@ -461,9 +464,7 @@ def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placem
         return "numba is not installed, or the CPU is not known"
     if x.dtype != jnp.float32 or x.ndim != 2:
         return "x is not a matrix of f32"
-    from dovetail.ops.kernels.cpu.packed_rows import why_not_packed as why
-
-    return why(form, x.shape[-1])
+    return why_not_packed_rows(form, x.shape[-1])
 
 
 def why_not_packed_gpu(form: Format, x: Any, platform: str | None, placement: Placement | None, out: int) -> str | None:
@@ -548,15 +549,17 @@ def import_kernels(platform: str | None, quantized: bool = False) -> None:
     if (platform or jax.default_backend()) in NVIDIA and is_hopper():
         from dovetail.ops.kernels.gpu import prompt  # noqa: F401
     if (platform or jax.default_backend()) == "cpu" and has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, norm, paged, store  # noqa: F401
-
-        if quantized:
-            from dovetail.ops.kernels.cpu import packed_rows  # noqa: F401
-
-        if machine() in ARM:
-            from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
+        for name in itertools.chain.from_iterable(cpu_kernels(quantized)):
+            importlib.import_module(name)
     if (platform or jax.default_backend()) in NVIDIA:
         from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+
+
+def cpu_kernels(quantized: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of a CPU's kernels, in groups that take about as long to compile."""
+    second = ("few_rows", *(["packed_rows"] if quantized else []), *(["many_rows"] if machine() in ARM else []))
+    groups = ("paged", "norm", "store"), second
+    return tuple(tuple(f"dovetail.ops.kernels.cpu.{name}" for name in group) for group in groups)
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ def fake(monkeypatch, tmp_path):
     from dovetail.io import hub
 
     monkeypatch.setattr(hub, "resolve", lambda name, progress: tmp_path)
-    monkeypatch.setitem(vars(package), "load", lambda path, progress: FakeModel())  # setattr would load the real one
+    fake_load = lambda path, progress, quantization: FakeModel()  # noqa: E731
+    monkeypatch.setitem(vars(package), "load", fake_load)  # setattr would load the real one
 
 
 def test_the_tour_with_a_fake_model(fake, capsys):

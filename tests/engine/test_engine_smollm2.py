@@ -26,7 +26,8 @@ QUESTION = [{"role": "user", "content": "List ten animals and say one thing abou
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf) -> LLM:
-    return LLM(smollm2_gguf, **OPTIONS | dict(max_num_seqs=4, max_num_batched_tokens=32))  # few steps to compile
+    """An engine with few steps to compile. Activations stay in f32: rounded, they depend on the size of the batch."""
+    return LLM(smollm2_gguf, **OPTIONS | dict(max_num_seqs=4, max_num_batched_tokens=32, quantization="gguf"))
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,19 @@ from dovetail.core.errors import UnsupportedError
 from dovetail.core.formats import ROUNDED, Format
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import held_bytes, init, num_bytes, tree_map
+from dovetail.engine import llm as engine_llm
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import QUANTIZATIONS, EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.peft import save_adapter
 from dovetail.models.decoder import greedy
-from dovetail.models.formats import rounded_formats, with_formats
+from dovetail.models.formats import formats_of, rounded_formats, with_formats
 from dovetail.models.frozen import dense
 from dovetail.models.lora import Lora, merge
 from dovetail.models.publish import publish, serving_spec
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
-from dovetail.ops.quant.weight import is_quantized, rounded
+from dovetail.ops.quant.weight import abstract_weight, is_quantized, rounded
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +95,32 @@ def test_weights_of_other_formats_are_not_joined_and_some_cannot_be_rounded():
     assert {"q", "k", "v", "o"} == set(layer["attn"]) and "gate+up" in layer["mlp"]
     with refuses("quantization", UnsupportedError, naming="q4_1"):
         publish(weights(), CFG, "float32", formats=(("layers.0.attn.q", Format("q4_1")),))
+
+
+@pytest.mark.parametrize(("asked", "held"), [(None, "gguf_int8"), ("gguf", "gguf"), ("none", "none")])
+def test_a_gguf_file_on_a_cpu_has_int8_activations_by_default(tmp_path, monkeypatch, asked, held):
+    (tmp_path / "model.gguf").touch()
+    seen = []
+
+    def load(path, dtype, placement, progress, check, quantization):
+        seen.append(quantization)
+        raise UnsupportedError("seen")
+
+    monkeypatch.setattr(engine_llm, "load", load)
+    with refuses(None, UnsupportedError, naming="seen"):
+        LLM(tmp_path / "model.gguf", quantization=asked)
+    assert seen == [held]
+
+
+def test_weights_of_one_storage_have_the_activations_of_the_engine():
+    """Blocks that were read with f32 activations can be published to an engine with int8 ones."""
+    own = {path: Format("q4_1") for path, _ in rounded_formats(spec(CFG), "int8")}
+    specs = with_formats(spec(CFG), own)
+    leaves = tree_map(lambda leaf: abstract_weight(leaf, "float32", None), specs)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), leaves)
+    rounds = tuple((path, replace(form, activations="int8")) for path, form in own.items())
+    published = publish(params, CFG, "float32", formats=rounds)
+    assert dict(formats_of(published)) == dict(rounds)
 
 
 def test_a_placement_is_pickled_with_a_kept_program():

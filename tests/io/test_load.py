@@ -23,7 +23,7 @@ from dovetail.cli.main import main
 from dovetail.core.errors import CheckpointError, UserError
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.io import hf
-from dovetail.io.load import convert, load, save
+from dovetail.io.load import convert, load, save, served_blocks
 from dovetail.io.safetensor_folder import INDEX, SafetensorFolder
 from dovetail.models.registry import parse_config
 
@@ -375,3 +375,10 @@ def test_loading_holds_one_tensor_at_a_time(big, axes, dtype, monkeypatch):
         tracemalloc.stop()
     tensor = 512 * 2048 * (4 if dtype == "f32" else 2)
     assert tensor < peak < 1.25 * tensor, f"{peak / 2**20:.1f} MiB"
+
+
+def test_blocks_are_served_where_products_read_them(monkeypatch):
+    file = Path("model.gguf")
+    monkeypatch.setattr("dovetail.io.load.reads_blocks", lambda dtype, placement: dtype == "float32")
+    assert served_blocks(file) == served_blocks(file, "f32") == "gguf_int8"
+    assert served_blocks(file, "bf16") is served_blocks(Path("folder")) is None

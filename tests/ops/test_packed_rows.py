@@ -13,6 +13,7 @@ from ops.test_quant import blocks, packed, random
 
 from dovetail.core.formats import BLOCKS, Format
 from dovetail.ops import dispatch
+from dovetail.ops.kernels.cpu import needs
 from dovetail.ops.quant.weight import Quantized
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ X = jax.ShapeDtypeStruct((1, 256), jnp.float32)
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_kernel():
-    if why := dispatch.why_not_packed(Format("q4_1"), X, "cpu", None):  # imports the kernels, which compiles them
+    if why := dispatch.why_not_packed(Format("q4_1"), X, "cpu", None):
         pytest.skip(why)
 
 
@@ -90,6 +91,10 @@ def test_nan_stays_nan():
     for exact in (True, False):
         got = np.asarray(kernels.packed_rows_matmul(jnp.asarray(x), w, None, exact))
         assert np.isfinite(got[0]).all() and np.isnan(got[1]).all()
+
+
+def test_the_formats_of_the_kernel():
+    assert set(kernels.KINDS) == needs.FORMATS
 
 
 def test_the_choice():

@@ -81,8 +81,11 @@ def real(first_layers, tokenizer):
 
 @pytest.fixture(scope="module")
 def whole_model(smollm2_gguf, tokenizer):
-    """A server of SmolLM2 with a real engine process. Programs of several decode steps are left to `real`."""
-    with engine_of(smollm2_gguf, tokenizer, quick=False, max_decode_steps=1) as server:
+    """A server of SmolLM2 with a real engine process. Programs of several decode steps are left to `real`.
+
+    Activations stay in f32: its tokens are compared with transformers'.
+    """
+    with engine_of(smollm2_gguf, tokenizer, quick=False, max_decode_steps=1, quantization="gguf") as server:
         yield server
 
 

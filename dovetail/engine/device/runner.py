@@ -26,6 +26,7 @@ from dovetail.engine.device.arrays import abstract_of, is_abstract, zeros_of
 from dovetail.engine.device.batch import Packer, Shape
 from dovetail.engine.device.encoder import Encoded, EncoderShape, pack_items
 from dovetail.engine.device.following import Followed, with_draft
+from dovetail.engine.device.kernels import prepare_kernels
 from dovetail.engine.device.programs import CompiledSteps, Programs, ProgramShape, StepProgram, limits_of, without_tower
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
@@ -38,7 +39,6 @@ from dovetail.models.formats import formats_of
 from dovetail.models.publish import publish
 from dovetail.models.spec import VISION
 from dovetail.ops.adapter import choose
-from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of the step that is used while others are not compiled yet
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
@@ -170,7 +170,7 @@ class Runner:
         self.packer = Packer(self.buckets.max_rows)
         self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may need is compiled
         self._allocate()
-        import_kernels(self.platform, bool(self._formats))  # a step from disk calls them without tracing
+        prepare_kernels(self.platform, bool(self._formats))  # a step from disk calls them without tracing
         self.steps = CompiledSteps(self._program, programs.devices)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 

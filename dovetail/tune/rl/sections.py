@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.errors import RecipeError, UserError
+from dovetail.core.formats import KEPT
 from dovetail.core.training import Eval
 from dovetail.engine.options import EngineOptions
 from dovetail.tune.sections import ReferenceSettings
@@ -117,7 +118,7 @@ class RolloutEngine:
             param="gpu_memory_utilization",
         )
         require(
-            self.quantization not in ("gguf", "none"),
+            self.quantization not in (*KEPT, "none"),
             f"quantization must be a scheme that weights are rounded to, such as fp8, got {self.quantization}",
             param="quantization",
         )

@@ -328,6 +328,7 @@ def test_evaluation_on_held_out_prompts(evaluated):
             "loss.importance_sampling_mode",
         ),
         ({"engine": {"quantization": "gguf"}}, "engine.quantization"),
+        ({"engine": {"quantization": "gguf_int8"}}, "engine.quantization"),
         (
             {"loss": {"importance_sampling_mode": "none", "importance_sampling_cap": 3.0}},
             "loss.importance_sampling_cap",

@@ -20,11 +20,10 @@ from dovetail.ops.kernels.cpu.threads import (
     OWN,
     TASK,
     address_of,
-    await_chunks,
     finish,
-    invite,
     new_job,
     release,
+    run_job,
     take,
     task_symbol,
 )  # fmt: skip
@@ -128,10 +127,7 @@ def _handler(frame):
     job = new_job((F + CHUNK - 1) // CHUNK, 6)
     own = words(job, OWN + 6)[OWN:]
     own[0], own[1], own[2], own[3], own[4], own[5] = x[3], w[3], y[3], R, D, F
-    invite(frame, job, _task_address())
-    _work(job)
-    await_chunks(job)
-    release(job)
+    run_job(frame, job, _task_address())
     return 0
 
 

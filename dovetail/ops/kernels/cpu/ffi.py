@@ -20,6 +20,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+_BUFFER = types.int64[::1]
+_OF_FRAME = [_BUFFER(frame, types.int64) for frame in (types.CPointer(types.int64), _BUFFER)]
 FRAME = types.int64(types.CPointer(types.int64))  # a handler's signature; what it returns is an error, 0 for none
 
 
@@ -42,31 +44,34 @@ def _as_pointer(context: Any, address: Any) -> Any:
 pointer: Any = _as_pointer  # called without the context
 
 
-@njit
+# The signatures are given: numba would compile each function again for every constant that it is called with.
+
+
+@njit(_BUFFER(types.int64, types.int64), cache=True)
 def words(address, count):
     """Return `count` words at an address as an array."""
     return carray(pointer(address), count, np.int64)
 
 
-@njit
+@njit(_OF_FRAME, cache=True)
 def argument(frame, i):
     """Return the i-th argument's buffer."""
     return words(words(frame[9], i + 1)[i], 6)
 
 
-@njit
+@njit(_OF_FRAME, cache=True)
 def result(frame, i):
     """Return the i-th result's buffer."""
     return words(words(frame[14], i + 1)[i], 6)
 
 
-@njit
+@njit(types.voidptr(_BUFFER), cache=True)
 def data(buffer):
     """Return the address of a buffer's data."""
     return pointer(buffer[3])
 
 
-@njit
+@njit(_BUFFER(_BUFFER), cache=True)
 def dims(buffer):
     """Return the dims of a buffer."""
     return words(buffer[5], buffer[4])

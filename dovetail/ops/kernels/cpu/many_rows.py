@@ -19,11 +19,10 @@ from dovetail.ops.kernels.cpu.threads import (
     OWN,
     TASK,
     address_of,
-    await_chunks,
     finish,
-    invite,
     new_job,
     release,
+    run_job,
     take,
     task_symbol,
 )  # fmt: skip
@@ -139,10 +138,7 @@ def _handler(frame):
     job = new_job(blocks * ((F + share - 1) // share), 7)
     own = words(job, OWN + 7)[OWN:]
     own[0], own[1], own[2], own[3], own[4], own[5], own[6] = x[3], w[3], y[3], R, D, F, share
-    invite(frame, job, _task_address())
-    _work(job)
-    await_chunks(job)
-    release(job)
+    run_job(frame, job, _task_address())
     return 0
 
 

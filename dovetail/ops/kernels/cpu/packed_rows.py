@@ -18,7 +18,6 @@ import numpy as np
 from numba import cfunc, njit
 from numba.np.numpy_support import carray
 
-from dovetail.core.formats import Format
 from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_question, pointer, register, result, words
 from dovetail.ops.kernels.cpu.packed_tile import BIAS, FORMATS, LANES, MOST, MULTIPLY, ROUND, table
 from dovetail.ops.kernels.cpu.threads import (
@@ -26,13 +25,12 @@ from dovetail.ops.kernels.cpu.threads import (
     TASK,
     add,
     address_of,
-    await_chunks,
     call_many,
     finish,
-    invite,
     let_others_run,
     new_job,
     release,
+    run_job,
     take,
     task_symbol,
 )  # fmt: skip
@@ -45,15 +43,6 @@ SLICE = 1024  # of the input, at most: a tile of it stays in the first cache
 CHUNK = 2  # tiles that a thread takes at a time
 ROUNDED = 16  # rows of x that a thread rounds at a time
 WORDS = 19
-
-
-def why_not_packed(form: Format, size: int) -> str | None:
-    """Return why rows of `size` values in this format cannot be multiplied here, or None."""
-    if form.name not in KINDS:
-        return f"no kernel for {form.name}"
-    if size % 32 and (form.name != "int8" or size % 16):
-        return "rows are not whole vectors"
-    return f"groups of {form.group}" if form.group % 16 or (form.group and size % form.group) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -167,7 +156,9 @@ def _work(job):
         while add(job + 8, 0) < rounders:  # chunks are taken in order: others round the rest
             let_others_run()
         expert, part = (chunk - rounders) // parts, (chunk - rounders) % parts
-        start = sizes[:expert].sum()
+        start = 0
+        for e in range(expert):
+            start += sizes[e]
         count = min(sizes[expert], M - start)
         for f in range(part * CHUNK * LANES, min(F, (part + 1) * CHUNK * LANES) if count > 0 else 0, LANES):
             last, row = min(LANES, F - f) - 1, expert * F + f
@@ -186,7 +177,9 @@ def _work(job):
                     x = own[0] + 4 * (start * D + k)
                 _multiply(count, group, exact, x, D, s, tile, at, to_add, size, to, to_stride, k)
             if last < LANES - 1:
-                y[start : start + count, f:] = spare[:count, : last + 1]
+                for r in range(count):
+                    for lane in range(last + 1):
+                        y[start + r, f + lane] = spare[r, lane]
         finish(job)
         chunk = take(job)
 
@@ -225,12 +218,8 @@ def _handler(frame):
     own[18] = dims(zero)[0] > 1
     if not exact and not rounders:
         _round(x[3], D, group, rounded.ctypes.data, scales.ctypes.data, 0, M)
-    invite(frame, job, _task_address())
-    _work(job)
-    await_chunks(job)
-    release(job)
-    rounded[:0], scales[:0] = 0, 0  # they live until here
-    return 0
+    run_job(frame, job, _task_address())
+    return 0 if rounded.size + scales.size >= 0 else 1  # they live until here
 
 
 register(NAME, _handler)  # at import: a program that was kept compiled traces nothing

@@ -21,11 +21,10 @@ from dovetail.ops.kernels.cpu.threads import (
     OWN,
     TASK,
     address_of,
-    await_chunks,
     finish,
-    invite,
     new_job,
     release,
+    run_job,
     take,
     task_symbol,
 )  # fmt: skip
@@ -108,7 +107,9 @@ def _walk(rows, pages, table, first, position, last, G, window, softcap, tops, t
     size, (heads, R, H) = pages.shape[1], rows.shape
     scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
     bits = np.empty(BLOCK, np.int32)
-    end = last[: R // G].max() + 1  # no key at or behind it is seen, nor written yet
+    end = 0  # no key at or behind it is seen, nor written yet
+    for i in range(R // G):  # last.max() takes seconds to compile
+        end = max(end, last[i] + 1)
     earliest = max(0, position - window + 1) if window > 0 else 0
     for start in range(earliest // BLOCK * BLOCK, end, BLOCK):
         for j in range(min(BLOCK, end - start)):
@@ -308,10 +309,7 @@ def _handler(frame):
     count, chunk = dims(result(frame, 0))[0], carray(data(argument(frame, 6)), 2, np.int32)[0]
     job = new_job((count + chunk - 1) // chunk, 1)
     words(job, OWN + 1)[OWN] = address_of(frame)
-    invite(frame, job, _task_address())
-    _work(job)
-    await_chunks(job)
-    release(job)
+    run_job(frame, job, _task_address())
     return 0
 
 

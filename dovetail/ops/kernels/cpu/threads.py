@@ -190,3 +190,16 @@ def await_chunks(job):
     chunks = words(job, OWN)[3]
     while add(job + 8, 0) < chunks:
         let_others_run()
+
+
+@njit(cache=True)
+def run_job(frame, job, task):
+    """Work on a job with XLA's other threads, until it is done.
+
+    The caller's own part is a call of the task by its address: LLVM would compile the task once more in each caller.
+    """
+    invite(frame, job, task)
+    add(job + 16, 1)  # the task releases the job once
+    call(task, job)
+    await_chunks(job)
+    release(job)
