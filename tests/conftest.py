@@ -64,7 +64,8 @@ def pytest_configure(config):
         subprocess.run([sys.executable, "-m", "compileall", "-q", TESTS.parent / "dovetail"], check=False)
         if not _is_fast(config):
             # While the workers collect: numba keeps what it compiled beside the sources
-            kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, norm, packed_rows, paged, store"
+            kernels = "from dovetail.engine.device.kernels import prepare_kernels as f; f('cpu', True); f('cpu'); "
+            kernels += "from dovetail.ops.kernels.cpu import many_rows"
             config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 

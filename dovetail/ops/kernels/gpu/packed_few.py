@@ -96,7 +96,7 @@ def _product(sums: np.ndarray, left: np.ndarray, right: list[Any]) -> np.ndarray
     word = lambda x: vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), x), [], [0])  # noqa: E731
     scalars = [vector.extract(pair, [], [at]) for pair in sums for at in range(2)]
     given = [*map(word, left), *map(word, right), *scalars]
-    found = llvm.inline_asm(
+    found: Any = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * 4), given, f"{INSTRUCTION} {OPERANDS}", CONSTRAINTS, has_side_effects=False
     )
     out = [llvm.extractvalue(f32, found, [at]) for at in range(4)]

@@ -286,7 +286,7 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
     """Return the products of each part with the tokens over `steps` steps, [64, N] f32."""
     groups = p.inner // p.group if p.scales_sums else 1
 
-    def step(at: Any, totals: tuple) -> tuple:
+    def step(at: Any, found: tuple) -> tuple:
         slot = lax.rem(at, jnp.array(p.stages, at.dtype))
         group = (first + at) * (p.inner // p.group)
         plgpu.barrier_wait(shared.loaded.at[slot])
@@ -295,9 +295,9 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
             scale = functools.partial(_spread, p, shared, "scale")
             sums = products(None, groups)
             sums = [x * scale(n // groups, group + n % groups, x) for n, x in enumerate(sums)]
-            totals = [functools.reduce(jnp.add, sums[i * groups :][:groups], x) for i, x in enumerate(totals)]
+            totals = [functools.reduce(jnp.add, sums[i * groups :][:groups], x) for i, x in enumerate(found)]
         else:
-            totals = products(totals, 1)
+            totals = products(found, 1)
         plgpu.commit_smem()  # every warp has read the codes
         pl.when(at + p.stages < steps)(lambda: fetch(at + p.stages, slot))
         return tuple(totals)
