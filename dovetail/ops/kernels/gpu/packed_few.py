@@ -22,7 +22,6 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
-from jaxlib.mlir.dialects import llvm
 
 from dovetail.core.formats import CODES
 from dovetail.ops.kernels.gpu.packed_codes import PRODUCT, ROWS
@@ -75,6 +74,8 @@ def _pairs(tokens: Any, block: int, first: int, planes: int, T: int) -> list[Any
 
     Of 2 * planes values in a row, plane p has p and planes + p.
     """
+    from jaxlib.mlir.dialects import llvm
+
     i32, bf16 = ir.IntegerType.get_signless(32), ir.BF16Type.get()
     lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
     row = arith.divui(lane, utils.c(4, i32))
@@ -92,6 +93,8 @@ def _pairs(tokens: Any, block: int, first: int, planes: int, T: int) -> list[Any
 
 def _product(sums: np.ndarray, left: np.ndarray, right: list[Any]) -> np.ndarray:
     """Return the sums of a thread, pairs of f32, plus a warp's product."""
+    from jaxlib.mlir.dialects import llvm
+
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     word = lambda x: vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), x), [], [0])  # noqa: E731
     scalars = [vector.extract(pair, [], [at]) for pair in sums for at in range(2)]
