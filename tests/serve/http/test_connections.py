@@ -156,19 +156,21 @@ def test_the_limit_on_open_files_is_raised_or_bounds_the_connections(monkeypatch
 def test_a_client_that_does_not_read_loses_its_connection(server, monkeypatch):
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     lost, end = set(), connection.HttpConnection.connection_lost
-    monkeypatch.setattr(
-        connection.HttpConnection, "connection_lost", lambda one, e: (end(one, e), lost.add(one.client))
-    )
+
+    def connection_lost(one, error):
+        end(one, error)
+        lost.add(one.client)
+
+    monkeypatch.setattr(connection.HttpConnection, "connection_lost", connection_lost)
     with connect(server) as sock:
+        own = sock.getsockname()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         # A client that cannot send sees the end when it next asks whether the server has room, after up to two minutes
         sock.settimeout(0.5)
         asked = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
         deadline = time.monotonic() + 120  # a busy machine answers the pipelined requests slowly
-        while (
-            sock.getsockname() not in lost and time.monotonic() < deadline
-        ):  # answers fill the buffers, then the server closes
+        while own not in lost and time.monotonic() < deadline:  # answers fill the buffers, then the server closes
             with contextlib.suppress(OSError):
                 sock.sendall(asked * 100)
-        assert sock.getsockname() in lost
+    assert own in lost
     assert httpx.get(f"{server.url}/ready", timeout=120).status_code == 200
