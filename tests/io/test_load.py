@@ -381,4 +381,5 @@ def test_blocks_are_served_where_products_read_them(monkeypatch):
     file = Path("model.gguf")
     monkeypatch.setattr("dovetail.io.load.reads_blocks", lambda dtype, placement: dtype == "float32")
     assert served_blocks(file) == served_blocks(file, "f32") == "gguf_int8"
-    assert served_blocks(file, "bf16") is served_blocks(Path("folder")) is None
+    assert served_blocks(file, "bf16") is None
+    assert served_blocks(Path("folder")) is None

@@ -258,7 +258,8 @@ class Programs:
     def copies_pages(self, params: Any, pages: int) -> bool:
         """Return whether the largest step with `pages` pages copies those of a layer; True if it cannot be read."""
         text = self.compile(self.buckets.largest(), params, pages).as_text()
-        return not text or any(copies_of(read(text), dims) for dims in self.local_pools(pages))
+        module = read(text or "")
+        return not text or any(copies_of(module, dims) for dims in self.local_pools(pages))
 
     def _beside(self, shape: ProgramShape, params: Any, pages: int) -> int:
         found = self.compile(shape, params, pages).memory_analysis()

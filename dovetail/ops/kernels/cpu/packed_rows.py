@@ -219,7 +219,7 @@ def _handler(frame):
     if not exact and not rounders:
         _round(x[3], D, group, rounded.ctypes.data, scales.ctypes.data, 0, M)
     run_job(frame, job, _task_address())
-    return 0 if rounded.size + scales.size >= 0 else 1  # they live until here
+    return 0 if rounded.size + scales.size >= 0 else 1  # this use keeps both arrays alive
 
 
 register(NAME, _handler)  # at import: a program that was kept compiled traces nothing

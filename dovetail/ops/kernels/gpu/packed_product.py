@@ -46,7 +46,7 @@ MOST_SCALES = 48 * 1024  # bytes of the scales of 64 rows
 # for 64).
 STAGES = 3
 # Programs of a product of few tokens with parts of the input, at most. With 264 instead, 4,096 x 14,336 and 6,144 x
-# 4,096 take 18.4 and 10.7 us in fp8, not 17.4 and 9.4; in int4 15.4 and 9.7, not 15.7 and 8.8.
+# 4,096 take 18.4 and 10.7 us in fp8, not 17.4 and 9.4; in int4 14.1 and 8.9, not 14.4 and 8.1.
 FEW_PROGRAMS = 4 * 132
 FEW = 8  # tokens of a tile, at most, that are multiplied by products of a warp instead of a warpgroup
 LEAST_STEPS = 4  # of a part of the input

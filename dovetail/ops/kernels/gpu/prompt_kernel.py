@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dovetail.ops.kernels.gpu.prompt_items import GROUPS, KEYS, ROWS, PromptItem, PromptShape
 
 STAGES = 2  # blocks of keys, and of values, in shared memory
-# A score without weight: not -inf, whose difference to itself is NaN, and a power of two, so that its product with the
-# scale is exact. Otherwise that of a multiply-add differs from the rounded one by up to 1e22, of which exp2 is inf.
+# A score without weight. It is not -inf, because -inf minus -inf is NaN. It is a power of two, so that its product with
+# the scale is exact: the row's maximum is rounded, a multiply-add is not, and exp2 of their difference would be inf.
 HIDDEN = -(2.0**100)
 LOG2E = math.log2(math.e)
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
