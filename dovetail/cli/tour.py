@@ -47,12 +47,11 @@ def _load(console, path):
     import dovetail
     from dovetail.cli.tables import pairs
     from dovetail.core.reporter import bar
-    from dovetail.io.load import served_blocks
 
     _step(console, 2, "Load")
     start = time.perf_counter()
     with bar() as progress:
-        model = dovetail.load(path, progress=progress, quantization=served_blocks(path))
+        model = dovetail.load(path, progress=progress)
     rows = model.summary()
     console.print(pairs(f"loaded in {time.perf_counter() - start:.1f} s", rows))
     console.print()

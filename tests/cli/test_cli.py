@@ -155,8 +155,7 @@ def fake(monkeypatch, tmp_path):
     from dovetail.io import hub
 
     monkeypatch.setattr(hub, "resolve", lambda name, progress: tmp_path)
-    fake_load = lambda path, progress, quantization: FakeModel()  # noqa: E731
-    monkeypatch.setitem(vars(package), "load", fake_load)  # setattr would load the real one
+    monkeypatch.setitem(vars(package), "load", lambda path, progress: FakeModel())  # setattr would load the real one
 
 
 def test_the_tour_with_a_fake_model(fake, capsys):
