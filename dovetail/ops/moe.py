@@ -160,7 +160,8 @@ def _grouped(
     if first_expert is not None:  # pairs of other devices' experts sort last, into no group
         local = group - first_expert
         group = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
-    back, sizes = _positions(group, num_experts)
+    # as arrays: XLA would compute a position for each element of the rows that are gathered by it
+    back, sizes = lax.optimization_barrier(_positions(group, num_experts))
     order = jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
     share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
