@@ -14,6 +14,7 @@ T tokens, D model dim, E experts, F their width, k experts per token, M = T k, I
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-FEW = 256  # tokens of a step, at most: with more it has not been measured
+FEW = 512  # tokens of a step, at most: with more, grouped products are as fast (benchmarks/experts.py)
 ROWS, INNER = 64, 64  # of a weight's tile in shared memory
 CHUNK = 8  # tokens that are stored at once
 MAX_TOKENS = 128  # of a tile
+SLACK = 2.5  # standard deviations by which a tile is larger than the mean group: what does not fit reads weights again
 # Bytes of shared memory of a program. With the first, two programs share a multiprocessor: one loads while the other
 # one begins or ends. The second is for tiles of which the first holds fewer than MIN_STAGES.
 SHARED = (100 * 1024, 210 * 1024)
@@ -92,13 +94,13 @@ def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
     return Tiles(x, table, row, CHUNK, len(expert) * CHUNK)
 
 
-def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int | None = None) -> Tiles:
+def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int = MAX_TOKENS, slack: float = SLACK) -> Tiles:
     """Return the tokens in the order of their experts, and their tiles, of at most `most` tokens.
 
     Positions are counted by comparing all pairs: a sort is several kernels.
     """
     T, k = chosen.shape
-    M, N = T * k, min(tokens_of_tile(T * k, E), most or MAX_TOKENS)
+    M, N = T * k, tokens_of_tile(T * k, E, most, slack)
     flat = chosen.reshape(-1).astype(jnp.int32)
     pair, expert = jnp.arange(M, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
     count = functools.partial(jnp.sum, axis=1, dtype=jnp.int32)
@@ -114,13 +116,17 @@ def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int | None = No
     table = jnp.stack([owner, first, first, jnp.clip(sizes[owner] - offset, 0, N)])
     row = starts[flat] + within
     R = pl.cdiv(M + (CHUNK - 1) * min(E, M), CHUNK) * CHUNK
-    rows = jnp.zeros((R, x.shape[1]), x.dtype).at[row].set(x[pair // k], unique_indices=True)
-    return Tiles(rows, table, row.reshape(T, k), N, R)
+    token = jnp.zeros(R, jnp.int32).at[row].set(pair // k, unique_indices=True)  # rows of no pair are not written back
+    return Tiles(x[token], table, row.reshape(T, k), N, R)
 
 
-def tokens_of_tile(M: int, E: int) -> int:
-    """Return twice the mean size of a group: most groups are then one tile, and their weights are read once."""
-    return min(max(CHUNK, pl.next_power_of_2(2 * M // E)), MAX_TOKENS)
+def tokens_of_tile(M: int, E: int, most: int, slack: float) -> int:
+    """Return the tokens of a tile: those of most groups fill as few tiles as they can, of at most `most`.
+
+    Groups of random choices have sizes around the mean that differ by its root, of which `slack` are added.
+    """
+    size = M / E + slack * math.sqrt(M / E)
+    return max(CHUNK, math.ceil(size / math.ceil(size / most) / CHUNK) * CHUNK)
 
 
 # --- the products -----------------------------------------------------------------------------------------------------
