@@ -80,12 +80,15 @@ def reported(label: str, run: Callable[[], str]) -> None:
 def check(only: str) -> None:
     """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
-        # one token and parts of the input; tokens of several tiles; a row that ends in the midst of a step, f32
-        for T, out, size, dtype in ((1, 512, 4096, None), (100, 8192, 1024, None), (24, 128, 2880, jnp.float32)):
+        # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
+        for T, out, size, dtype in (
+            (1, 512, 4096, None), (5, 28672, 4096, None), (100, 8192, 1024, None),
+            (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
+        ):  # fmt: skip
             if only in name and size % (form.group or 64) == 0:
                 reported(f"{name}, {T} x {out} x {size}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
     for name in ("mxfp4", "fp8_block", "int4"):
-        for T in (3, 40) if only in name else ():
+        for T in (3, 5, 40) if only in name else ():
             reported(f"{name}, experts, {T} tokens", lambda form=FORMATS[name], T=T: _check_experts(form, T))
 
 

@@ -18,7 +18,7 @@ from dovetail.core.mesh import constrain
 from dovetail.core.types import Context, Packed, Paged, Params
 from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.ops.adapter import of_rows
-from dovetail.ops.linear import matmul, matmuls
+from dovetail.ops.linear import gated, matmul
 from dovetail.ops.moe import RouterStats, experts, route, router_stats
 from dovetail.ops.norm import add_rms_norm, rms_norm
 
@@ -105,8 +105,7 @@ def feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax
 
 
 def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
-    gate, up = matmuls(x, p, mlp.projections)
-    return matmul(mlp.glu(gate, up), p["down"], p.get("down_bias"))
+    return matmul(gated(x, p, mlp.projections, mlp.glu), p["down"], p.get("down_bias"))
 
 
 def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context):

@@ -454,6 +454,20 @@ def quantized_kernel(
     return lambda x, weight, out_dtype: packed_rows_matmul(x, weight, out_dtype, exact)
 
 
+def gated_kernel(
+    form: Format, x: Any, glu: Any, platform: str | None, placement: Placement | None, out: int
+) -> Callable[[jax.Array, Any, Any], jax.Array] | None:
+    """Return the gated unit of x [T, in] with a joined matrix [out, in] in this format; None for its parts.
+
+    The kernel is called with x, the matrix (ops.quant.weight.Quantized) and the unit (ops.glu.Glu).
+    """
+    if why_not_packed_gpu(form, x, platform, placement, out):
+        return None
+    from dovetail.ops.kernels.gpu.packed_weights import packed_gated, why_not_gated
+
+    return None if why_not_gated(form, x, (out, x.shape[-1]), glu) else packed_gated
+
+
 def why_not_packed(form: Format, x: Any, platform: str | None, placement: Placement | None) -> str | None:
     """Return why no kernel multiplies x by packed weights, or None."""
     if (platform or jax.default_backend()) != "cpu":

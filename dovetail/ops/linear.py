@@ -162,6 +162,14 @@ def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> lis
     ]
 
 
+def gated(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int], glu: Any) -> jax.Array:
+    """Return glu(gate, up), of the products of x with the weights of p with these names (ops.glu.Glu)."""
+    joined = joined_name(names)
+    in_one = getattr(p[joined], "gated", None) if is_joined(p, names) and f"{joined}_bias" not in p else None
+    y = in_one(x, glu) if in_one else None
+    return glu(*matmuls(x, p, names)) if y is None else y
+
+
 def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:
     """Return the one product [..., parts, sum / parts, ..] if p holds the weights joined, else None."""
     joined = joined_name(names)

@@ -18,7 +18,7 @@ from dovetail.core.errors import UnsupportedError
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement, array_shardings
 from dovetail.core.spec import ParamSpec, leaf_dtype
-from dovetail.ops.dispatch import quantized_grouped_kernel, quantized_kernel
+from dovetail.ops.dispatch import gated_kernel, quantized_grouped_kernel, quantized_kernel
 from dovetail.ops.linear import grouped, matmul, matmul_transposed, per_head
 from dovetail.ops.quant.pack import PACKERS, pack
 from dovetail.ops.quant.unpack import unpack
@@ -72,6 +72,14 @@ class Quantized:
         else:
             y = self._as_matrix().unpacked_matmul(rows, out_dtype)
         return y.reshape(*rows.shape[:-1], *out)
+
+    def gated(self, x: jax.Array, glu: Any) -> jax.Array | None:
+        """Return what ops.linear.gated does if a kernel can, else None."""
+        if self.inner or x.ndim != 2:
+            return None
+        out = math.prod(self.shape[:-1])
+        kernel = gated_kernel(self.format, x, glu, self.platform, self.placement, out)
+        return None if kernel is None else kernel(x, self._as_matrix(), glu)
 
     def matmul_transposed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         """Multiply as ops.linear.matmul_transposed does."""

@@ -105,10 +105,10 @@ def numbers(codes: jax.Array, name: str) -> jax.Array:
         layout = PRODUCT.to_mgpu()
         out = np.empty(layout.registers_shape((len(codes), size)), dtype=object)
         for index, register in np.ndenumerate(found.registers):
-            word = _Words.of(register)
+            word = Words.of(register)
             for at, plane in enumerate(planes):
                 row, column, *rest = index
-                out[row, column * len(planes) + at, *rest] = decoded(word, plane, _Pairs.of).value
+                out[row, column * len(planes) + at, *rest] = decoded(word, plane, Pairs.of).value
         return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
     return unpack(codes)  # pyright: ignore[reportCallIssue]
@@ -148,43 +148,47 @@ def _indices(*values: int) -> list[Any]:
     return [arith.constant(ir.IndexType.get(), value) for value in values]
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """Hold two words of 16 bits in a register of 32."""
 
     value: Any
 
     @classmethod
-    def of(cls, register: Any) -> _Words:
-        return cls(vector.bitcast(_vector(1, ir.IntegerType.get_signless(32)), register))
+    def of(cls, register: Any) -> Words:
+        """Return the words of a register, an integer or a vector."""
+        kind = _vector(1, ir.IntegerType.get_signless(32))
+        of = vector.bitcast if isinstance(register.type, ir.VectorType) else vector.broadcast
+        return cls(of(kind, register))
 
-    def __rshift__(self, bits: int) -> _Words:
-        return _Words(arith.shrui(self.value, _constant(bits)))
+    def __rshift__(self, bits: int) -> Words:
+        return Words(arith.shrui(self.value, _constant(bits)))
 
-    def __lshift__(self, bits: int) -> _Words:
-        return _Words(arith.shli(self.value, _constant(bits)))
+    def __lshift__(self, bits: int) -> Words:
+        return Words(arith.shli(self.value, _constant(bits)))
 
-    def __and__(self, mask: int) -> _Words:
-        return _Words(arith.andi(self.value, _constant(mask << 16 | mask)))
+    def __and__(self, mask: int) -> Words:
+        return Words(arith.andi(self.value, _constant(mask << 16 | mask)))
 
-    def __or__(self, other: _Words | int) -> _Words:
+    def __or__(self, other: Words | int) -> Words:
         bits = _constant(other << 16 | other) if isinstance(other, int) else other.value
-        return _Words(arith.ori(self.value, bits))
+        return Words(arith.ori(self.value, bits))
 
 
-class _Pairs(NamedTuple):
+class Pairs(NamedTuple):
     """Hold two bf16 numbers in a register."""
 
     value: Any
 
     @classmethod
-    def of(cls, words: _Words) -> _Pairs:
+    def of(cls, words: Words) -> Pairs:
+        """Return the numbers with these bits."""
         return cls(vector.bitcast(_vector(2, ir.BF16Type.get()), words.value))
 
-    def __sub__(self, other: _Pairs) -> _Pairs:
-        return _Pairs(arith.subf(self.value, other.value))
+    def __sub__(self, other: Pairs) -> Pairs:
+        return Pairs(arith.subf(self.value, other.value))
 
-    def __mul__(self, other: _Pairs) -> _Pairs:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Pairs(arith.mulf(self.value, other.value))
+    def __mul__(self, other: Pairs) -> Pairs:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Pairs(arith.mulf(self.value, other.value))
 
 
 def _vector(size: int, kind: Any) -> Any:

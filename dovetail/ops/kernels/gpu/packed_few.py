@@ -1,109 +1,164 @@
-"""Multiply unpacked numbers by few tokens on Hopper, for the kernel of ops/kernels/gpu/packed_product.py.
+"""Multiply packed weights by up to 8 tokens on Hopper, at the memory's bandwidth (Pallas, Mosaic GPU).
 
-Products of a warp (mma) of 16 rows, 8 tokens and 16 values take both operands from registers and are done when they
-return. The left one lies as `packed_codes.numbers` leaves it. The right one is read from shared memory in the order of
-the input: the 4 bytes of codes that a thread unpacks are 4 or 8 values of a row, and it reads these values of a token.
+Nothing is copied to shared memory and no thread waits for another one until the end. A program computes some blocks of
+16 rows; its warps take turns along the input (packed_warp), so that a row is read in runs of 256 or 512 bytes. The
+values of the tokens come from the L1 cache, which the programs of a multiprocessor share. At the end the warps' sums
+are added in shared memory.
 
-A warpgroup's products (wgmma) are as fast with up to 8 tokens, but need the tokens in another order, which was a kernel
-of 1 to 2 us before each product. From 16 tokens on they are faster: 28.1 instead of 33.9 us for 28,672 x 4,096 in int4.
-
-T tokens, N their number rounded up to a multiple of 8.
+T tokens, N = 8 tokens of a tile, I tiles, R rows written.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import arith, scf
 
-from dovetail.core.formats import CODES
-from dovetail.ops.kernels.gpu.packed_codes import PRODUCT, ROWS
+from dovetail.core.formats import Format
+from dovetail.ops.kernels.gpu.experts import Tiles
+from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
+from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
 
-TOKENS = 8  # of a warp's product
-INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-OPERANDS = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-CONSTRAINTS = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+FEW = 8  # tokens of a tile
+MANY = 4 * 132  # programs, from which on each multiprocessor has several of four warps
+AHEAD = 4  # loads of 32 bytes by a thread that are under way
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def add_few(sums: jax.Array, weights: jax.Array, tokens: Any, first: int, name: str, T: int) -> jax.Array:
-    """Return sums [64, N] plus weights [64, n] times tokens [N, ..] at the values from `first` on.
+def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_joined: bool = False) -> FewPlan:
+    """Return the plan of a product with `names` weights [.., out, in], or with one that holds them joined."""
+    out, size = shape[-2] // (names if is_joined else 1), shape[-1]
+    programs = tiles.table.shape[1] * out // BLOCK
+    p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
+    if p.per_byte == 1:
+        return p._replace(groups=2, ahead=2) if programs < MANY else p
+    # programs share what they read of the tokens, which are many bytes beside 4 bits
+    shares = names == 1 and programs >= 2 * MANY and len(tiles.row) > FEW // 2 and out % (2 * BLOCK) == 0
+    return p._replace(blocks=2) if shares else p
+
+
+def product(
+    x: jax.Array,
+    weights: list[dict[str, jax.Array]],
+    biases: list[jax.Array],
+    tiles: Tiles,
+    p: FewPlan,
+    *,
+    reads: int = 1,
+    epilogue: Callable[[list], list] = lambda sums: sums,
+    dtype: Any = None,
+) -> jax.Array:
+    """Multiply the rows of each tile by its expert's weights [E, out, in]: x [.., in] -> [R, out].
 
     Args:
-        sums: The sums, in f32.
-        weights: Numbers of `packed_codes.numbers`.
-        tokens: The tokens in shared memory, in the order of the input.
-        first: The first value of a token.
-        name: The format of the codes.
-        T: The tokens; the sums of others are undefined.
+        x: The tokens.
+        weights: The arrays of each weight.
+        biases: A bias [E, out] for each weight, or none.
+        tiles: The tiles.
+        p: The plan.
+        reads: The row of the table with the first row that a tile reads.
+        epilogue: A function from the sums of each weight, [8, rows] f32, to a list with the output.
+        dtype: The dtype of the output; x's if None.
     """
+    kinds = ("codes", "scale", "zero")[: 3 if p.form.name == "uint4" else 2]
+    arrays = {kind: [w[kind] for w in weights] for kind in kinds} | {"bias": biases}
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
+        inputs, out_ref = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
+
+        def body(partial: Any, done: Any) -> None:
+            if _is_matrix(tiles, weights):  # without a load before the others
+                expert, source, target, count = (jnp.int32(n) for n in (0, 0, 0, len(tiles.row)))
+            else:
+                expert, source, target, count = (table_ref[i, lax.axis_index("tile")] for i in (0, reads, 2, 3))
+            row = lax.axis_index("block") * p.rows
+            _add_up(p, partial, x_ref, inputs, expert, row, source, count)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(done)
+
+            @pl.when(lax.axis_index("group") == 0)
+            def _() -> None:
+                plgpu.barrier_wait(done)
+                own = [[_strided(p, partial[warp, i]) for warp in range(p.warps)] for i in range(p.names)]
+                (y,) = epilogue([functools.reduce(jnp.add, sums) for sums in own])
+                _store(p, y.astype(out_ref.dtype), out_ref, target, row, count)
+
+        memory = plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)
+        run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
+        if _is_matrix(tiles, weights):
+            run()
+        else:
+            pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
+
+    return plgpu.kernel(
+        entry,
+        out_type=jax.ShapeDtypeStruct((tiles.R, p.out), dtype or x.dtype),
+        grid=(tiles.table.shape[1], p.out // p.rows),
+        grid_names=("tile", "block"),
+        num_threads=p.groups,
+        thread_name="group",
+        kernel_name=f"packed_few_{p.form.name}",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(tiles.table, x, *leaves)
+
+
+def _is_matrix(tiles: Tiles, weights: list[dict[str, jax.Array]]) -> bool:
+    """Return whether there is one tile, of all tokens."""
+    return tiles.table.shape[1] == len(weights[0]["codes"]) == 1
+
+
+def _strided(p: FewPlan, values: jax.Array) -> jax.Array:
+    """Return values [8, rows] with neighbours along the rows in a thread."""
+    return plgpu.layout_cast(values, plgpu.Layout.WG_STRIDED((FEW, p.rows), vec_size=p.blocks))
+
+
+def _store(p: FewPlan, y: jax.Array, out_ref: Any, target: jax.Array, row: jax.Array, count: jax.Array) -> None:
+    """Store the first `count` tokens of y [8, rows] from row `target` and column `row` of the output on."""
 
     @plgpu.inline_mgpu(
-        arg_types=(PRODUCT, PRODUCT, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=PRODUCT),
+        arg_types=(plgpu.Layout.WG_STRIDED((FEW, p.rows), vec_size=p.blocks), plgpu.RefType(), *[SCALAR] * 3)
     )
-    def multiply(_: Any, sums: Any, weights: Any, tokens: Any) -> Any:
-        planes = 2 * CODES[name][1]  # the codes of a word
-        chunk = 8 * planes  # values of 4 threads with 4 bytes each
-        totals = sums.registers.copy()
-        for block in range(sums.shape[1] // TOKENS):
-            for at in range(weights.shape[1] // chunk):
-                pairs = _pairs(tokens, block, first + at * chunk, planes, T)
-                for plane in range(0, planes, 2):
-                    left = weights.registers[0, at * planes + plane :][:2].reshape(-1)
-                    total = totals[0, block].reshape(-1)
-                    totals[0, block] = _product(total, left, pairs[plane : plane + 2]).reshape(totals[0, block].shape)
-        return mgpu.FragmentedArray(_registers=totals, _layout=sums.layout, _is_signed=None)
+    def store(_: Any, y: Any, out_ref: Any, *scalars: Any) -> None:
+        from jaxlib.mlir.dialects import llvm
 
-    return multiply(sums, weights, tokens)  # pyright: ignore[reportCallIssue]
+        target, row, count = (_as_i32(x) for x in scalars)
+        place = times(thread(), p.blocks)
+        token, column = arith.divui(place, c(p.rows)), arith.remui(place, c(p.rows))
+        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, token, count))
+        with ir.InsertionPoint(branch.then_block):
+            kind = ir.MemRefType(out_ref.type).element_type
+            (register,) = y.registers.flat
+            pointer = address(out_ref, wide(arith.addi(target, token)), p.out, wide(arith.addi(row, column)), kind)
+            llvm.store(register, pointer)
+            scf.yield_([])
 
-
-def zeros(N: int) -> jax.Array:
-    """Return sums [64, N] to begin with."""
-    return plgpu.layout_cast(jnp.zeros((ROWS, N), jnp.float32), PRODUCT)
+    store(y, out_ref, target, row, count)
 
 
-def _pairs(tokens: Any, block: int, first: int, planes: int, T: int) -> list[Any]:
-    """Return the values of a thread's token that are multiplied with its codes: a pair for each plane, in a register.
+def _add_up(
+    p: FewPlan, partial: Any, x_ref: Any, inputs: dict[str, list], expert: Any, row: Any, source: Any, count: Any
+) -> None:
+    """Store the sums of each warp, with scales and biases, as `partial` [warp, weight, token, row]."""
+    kinds = [kind for kind, refs in inputs.items() if refs]
+    refs = [ref for kind in kinds for ref in inputs[kind]]
 
-    Of 2 * planes values in a row, plane p has p and planes + p.
-    """
-    from jaxlib.mlir.dialects import llvm
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), [plgpu.RefType()] * len(refs), *[SCALAR] * 4))
+    def run(_: Any, partial: Any, x: Any, refs: list, *scalars: Any) -> None:
+        each = len(refs) // len(kinds)
+        found = {kind: refs[i * each :][:each] for i, kind in enumerate(kinds)}
+        Warp(p, partial, x, found, *map(_as_i32, scalars)).run()
 
-    i32, bf16 = ir.IntegerType.get_signless(32), ir.BF16Type.get()
-    lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
-    row = arith.divui(lane, utils.c(4, i32))
-    row = arith.minui(arith.addi(row, utils.c(block * TOKENS, i32)), utils.c(T - 1, i32))  # lanes without a token share
-    column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2 * planes, i32))
-    width = ir.MemRefType(tokens.type).shape[-1]
-    place = arith.addi(arith.muli(row, utils.c(width, i32)), column)
-    pointer = utils.getelementptr(utils.memref_ptr(tokens), [place], bf16)
-    pointer = utils.getelementptr(pointer, [first], bf16)
-    words = llvm.load(ir.VectorType.get((planes,), i32), pointer, alignment=4 * planes)
-    values = vector.bitcast(ir.VectorType.get((2 * planes,), bf16), words)
-    pick = lambda p: vector.shuffle(values, values, [p, planes + p])  # noqa: E731
-    return [vector.bitcast(ir.VectorType.get((1,), i32), pick(p)) for p in range(planes)]
+    run(partial, x_ref, refs, expert, row, source, count)
 
 
-def _product(sums: np.ndarray, left: np.ndarray, right: list[Any]) -> np.ndarray:
-    """Return the sums of a thread, pairs of f32, plus a warp's product."""
-    from jaxlib.mlir.dialects import llvm
-
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    word = lambda x: vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), x), [], [0])  # noqa: E731
-    scalars = [vector.extract(pair, [], [at]) for pair in sums for at in range(2)]
-    given = [*map(word, left), *map(word, right), *scalars]
-    found: Any = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * 4), given, f"{INSTRUCTION} {OPERANDS}", CONSTRAINTS, has_side_effects=False
-    )
-    out = [llvm.extractvalue(f32, found, [at]) for at in range(4)]
-    pairs = [vector.from_elements(ir.VectorType.get((2,), f32), out[at : at + 2]) for at in (0, 2)]
-    result = np.empty(len(pairs), dtype=object)
-    result[:] = pairs
-    return result
+def _as_i32(array: Any) -> Any:
+    return array.registers.flat[0]

@@ -29,8 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
 from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, PROGRAMS, Tiles, shared_tiles, store_rows
-from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, REGISTER, ROWS, column, in_order, numbers
-from dovetail.ops.kernels.gpu.packed_few import add_few, zeros
+from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PRODUCT, REGISTER, ROWS, column, in_order, numbers
 
 FORMATS = ("int8", "fp8", "int4", "uint4", "mxfp4")
 GROUPS = (0, 32, 64, 128)  # of values under a scale
@@ -45,10 +44,6 @@ MOST_SCALES = 48 * 1024  # bytes of the scales of 64 rows
 # than three with six (28,672 x 4,096 in int4 on an H200: 25.8 instead of 29.0 us for 1 token, 42.1 instead of 59.4 us
 # for 64).
 STAGES = 3
-# Programs of a product of few tokens with parts of the input, at most. With 264 instead, 4,096 x 14,336 and 6,144 x
-# 4,096 take 18.4 and 10.7 us in fp8, not 17.4 and 9.4; in int4 14.1 and 8.9, not 14.4 and 8.1.
-FEW_PROGRAMS = 4 * 132
-FEW = 8  # tokens of a tile, at most, that are multiplied by products of a warp instead of a warpgroup
 LEAST_STEPS = 4  # of a part of the input
 LEAST_SHARE = 16  # values of the input for each token and part: the sums of parts are written and read in f32
 
@@ -58,7 +53,6 @@ class Plan(NamedTuple):
 
     form: Format
     N: int  # tokens of a tile
-    T: int  # of which at most so many are used
     inner: int  # values of a row in a step
     group: int  # of them under one scale, or all of a step
     size: int  # values of a row
@@ -76,11 +70,6 @@ class Plan(NamedTuple):
     def steps(self) -> int:
         """Return the steps of each part of the input; the last part may have fewer."""
         return pl.cdiv(pl.cdiv(self.size, self.inner), self.splits)
-
-    @property
-    def few(self) -> bool:
-        """Return whether a warp multiplies on its own (packed_few)."""
-        return self.N <= FEW
 
     @property
     def scales_sums(self) -> bool:
@@ -114,10 +103,10 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, spl
     shared = N >= 32 if split else N > CHUNK and programs >= 2 * PROGRAMS
     blocks = 2 if shared and names == 1 and out % (2 * ROWS) == 0 else 1
     steps, programs = pl.cdiv(size, inner), programs // blocks
-    few = min((FEW_PROGRAMS if N <= FEW else PROGRAMS) // programs, steps // LEAST_STEPS, size // (LEAST_SHARE * N))
+    few = min(PROGRAMS // programs, steps // LEAST_STEPS, size // (LEAST_SHARE * N))
     splits = max(1, few) if split else 1
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))  # none is empty
-    found = Plan(form, N, min(len(tiles.row), N), inner, form.group or inner, size, names, blocks, splits, 0)
+    found = Plan(form, N, inner, form.group or inner, size, names, blocks, splits, 0)
     step = found.parts * ROWS * inner // per_byte + N * inner * 2
     rest = blocks * ROWS * N * 4 + found.parts * ROWS * (_scale_bytes(form, size) + 4)
     fitting = [(size - rest) // step for size in SHARED]
@@ -158,7 +147,7 @@ def product(
     arrays = {kind: [_in_blocks(kind, w[kind], p) for w in weights] for kind in kinds} | {"bias": biases}
     leaves, tree = jax.tree.flatten(arrays)
     I = tiles.table.shape[1]
-    x = x if p.few else in_order(x, p.form.name)
+    x = in_order(x, p.form.name)
     shape = (p.splits, I, out, p.N) if in_parts else (tiles.R, out)
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
@@ -218,8 +207,7 @@ def _memory(p: Plan, inputs: dict[str, list], dtype: Any, in_parts: bool) -> Mem
 
 def _tokens(p: Plan, dtype: Any) -> Any:
     """Return shared memory for the tokens of each stage."""
-    shape = p.stages, p.N, p.inner
-    return plgpu.SMEM(shape, dtype) if p.few else _tiles(shape, dtype, min(p.group, 64) * 2)
+    return _tiles((p.stages, p.N, p.inner), dtype, min(p.group, 64) * 2)
 
 
 def _tiles(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
@@ -290,7 +278,7 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
         slot = lax.rem(at, jnp.array(p.stages, at.dtype))
         group = (first + at) * (p.inner // p.group)
         plgpu.barrier_wait(shared.loaded.at[slot])
-        products = functools.partial(_few_products if p.few else _products, p, shared, slot, group)
+        products = functools.partial(_products, p, shared, slot, group)
         if p.scales_sums:
             scale = functools.partial(_spread, p, shared, "scale")
             sums = products(None, groups)
@@ -302,21 +290,12 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
         pl.when(at + p.stages < steps)(lambda: fetch(at + p.stages, slot))
         return tuple(totals)
 
-    return list(lax.fori_loop(0, steps, step, (zeros(p.N),) * p.parts))
-
-
-def _few_products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, groups: int) -> list[jax.Array]:
-    """Return the products of a step, of each group of each part, by products of a warp; added to `totals` if given."""
-    sums = [zeros(p.N)] * (p.parts * groups) if totals is None else list(totals)
-    for part in range(p.parts):
-        for i, own in enumerate(_weights(p, shared, slot, part, group)):
-            at = part * groups + i % groups
-            sums[at] = add_few(sums[at], own, shared.x.at[slot], i * p.group, p.form.name, p.T)
-    return sums
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, p.N), jnp.float32), PRODUCT)
+    return list(lax.fori_loop(0, steps, step, (zeros,) * p.parts))
 
 
 def _products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, groups: int) -> list[jax.Array]:
-    """Return what `_few_products` does, by products of the warpgroup."""
+    """Return the products of a step, of each group of each part; added to `totals` if given."""
 
     def multiply(accs: list) -> list[jax.Array]:
         for part in range(p.parts):

@@ -19,8 +19,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from dovetail.core.formats import Format
-from dovetail.ops.kernels.gpu.experts import CHUNK, FEW, Tiles, all_tokens, sorted_tokens
+from dovetail.ops.kernels.gpu import packed_few, packed_product
+from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles, all_tokens, sorted_tokens
 from dovetail.ops.kernels.gpu.packed_product import MOST_TOKENS, plan, product, why_not_rows
+
+FEW = 256  # tokens of a product with a matrix, at most
+SLACK = 1.25  # of a tile, as in ops/kernels/gpu/experts.py: products take longer than reading packed weights
+FEW_ROUTED = 1024  # tokens of experts, at most: each multiplies a part of them
 
 
 def why_not_matrix(form: Format, x: Any, shape: tuple[int, ...]) -> str | None:
@@ -28,26 +33,45 @@ def why_not_matrix(form: Format, x: Any, shape: tuple[int, ...]) -> str | None:
     return _why_not_tokens(x) or why_not_rows(form, shape)
 
 
-def _why_not_tokens(x: Any) -> str | None:
+def _why_not_tokens(x: Any, most: int = FEW) -> str | None:
     if x.ndim != 2:  # in training, and the kernel has no gradient
         return "x is not a matrix"
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype}, not bf16"
-    return f"more than {FEW} tokens" if len(x) > FEW else None
+    return f"more than {most} tokens" if len(x) > most else None
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")  # equal layers share one lowered function
 def packed_matmul(x: jax.Array, weight: Any, out_dtype: Any = None) -> jax.Array:
     """Multiply x [T, in] by a matrix [out, in] (ops.quant.weight.Quantized), with sums in f32."""
     form, tiles, out_dtype = weight.format, tiles_of(x, weight.format), out_dtype or x.dtype
+    arrays = {name: a[None] for name, a in weight.arrays.items()}
+    if len(x) <= packed_few.FEW:
+        return packed_few.product(x, [arrays], [], tiles, packed_few.plan(form, tiles, weight.shape), dtype=out_dtype)
     p = plan(form, tiles, weight.shape, split=True)
     in_parts = p.splits > 1 or out_dtype != x.dtype
-    arrays = {name: a[None] for name, a in weight.arrays.items()}
-    padding = -len(x) % CHUNK if len(x) > CHUNK else 0  # tiles of memory are whole, or there is one
+    padding = -len(x) % CHUNK  # tiles of memory are whole
     y = product(jnp.pad(x, ((0, padding), (0, 0))), [arrays], [], tiles, p, in_parts=in_parts)
     if in_parts:
         y = jnp.swapaxes(y.sum(axis=0), 1, 2).reshape(-1, weight.shape[0])
     return y[: len(x)].astype(out_dtype)
+
+
+def why_not_gated(form: Format, x: Any, shape: tuple[int, ...], glu: Any) -> str | None:
+    """Return why the kernel cannot compute a gated unit of x [T, in] with gate and up in one matrix [2 out, in]."""
+    if len(x) > packed_few.FEW:
+        return f"more than {packed_few.FEW} tokens"
+    if glu.limit is None and glu.kind == "gelu":
+        return "exact GELU"
+    return why_not_matrix(form, x, (shape[0] // 2, shape[1]))
+
+
+@functools.partial(jax.jit, static_argnames="glu")  # equal layers share one lowered function
+def packed_gated(x: jax.Array, weight: Any, glu: Any) -> jax.Array:
+    """Return glu(gate, up) [T, out], the products of x [T, in] with the halves of a matrix [2 out, in]."""
+    tiles, arrays = tiles_of(x, weight.format), {name: a[None] for name, a in weight.arrays.items()}
+    p = packed_few.plan(weight.format, tiles, weight.shape, 2, is_joined=True)
+    return packed_few.product(x, [arrays], [], tiles, p, epilogue=lambda sums: [glu.in_kernel(*sums)])
 
 
 def tiles_of(x: jax.Array, form: Format) -> Tiles:
@@ -79,7 +103,7 @@ def why_not_packed_experts(x: Any, params: dict, glu: Any) -> str | None:
     if glu.limit is None and glu.kind == "gelu":
         return "exact GELU"
     whys = (why_not_rows(form, w.shape) for form, w in zip(forms, weights, strict=True))
-    return _why_not_tokens(x) or next(filter(None, whys), None)
+    return _why_not_tokens(x, FEW_ROUTED) or next(filter(None, whys), None)
 
 
 @functools.partial(jax.jit, static_argnames="glu")  # the layers of a model share one lowered function
@@ -87,14 +111,15 @@ def few_token_packed_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array
     """Return [T, D] as experts.few_token_experts does, with packed experts (ops.quant.weight.Quantized)."""
     gate, down = params["gate"], params["down"]
     most = min(most_tokens(gate.format), most_tokens(down.format))
-    arrange = all_tokens if len(x) <= CHUNK else functools.partial(sorted_tokens, most=most)
+    arrange = all_tokens if len(x) <= CHUNK else functools.partial(sorted_tokens, most=most, slack=SLACK)
     tiles = arrange(x, chosen, gate.shape[0])
 
     def times(x: jax.Array, names: tuple[str, ...], **options: Any) -> jax.Array:
         form, shape = params[names[0]].format, params[names[0]].shape
         biases = [params[f"{name}_bias"] for name in names if f"{name}_bias" in params]
         arrays = [params[name].arrays for name in names]
-        return product(x, arrays, biases, tiles, plan(form, tiles, shape, len(names)), **options)
+        of: Any = packed_few if tiles.N <= packed_few.FEW else packed_product  # each takes its own plan
+        return of.product(x, arrays, biases, tiles, of.plan(form, tiles, shape, len(names)), **options)
 
     hidden = times(tiles.x, ("gate", "up"), epilogue=lambda sums: [glu.in_kernel(*sums)])
     out = times(hidden, ("down",), reads=2)  # where the first product wrote

@@ -1,0 +1,100 @@
+"""Products of packed weights with up to 8 tokens on Hopper: the warps on numpy, beside the unpacked weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from warps import sums
+
+from dovetail.core.formats import Format
+from dovetail.ops.glu import Glu
+from dovetail.ops.kernels.gpu import packed_few, packed_weights
+from dovetail.ops.kernels.gpu.packed_warp import QUAD, FewPlan
+from dovetail.ops.quant.pack import pack
+from dovetail.ops.quant.weight import Quantized
+
+pytestmark = pytest.mark.slow
+
+FORMATS = {
+    "int8": Format("int8"),
+    "fp8": Format("fp8"),
+    "fp8 in groups": Format("fp8", 128),
+    "int4": Format("int4", 128, "float16"),
+    "int4 in groups of 32": Format("int4", 32, "float16"),
+    "uint4": Format("uint4", 64, "float16"),
+    "mxfp4": Format("mxfp4", 32, "uint8"),
+}
+# (values of a row, changes of the plan): rows that end in the midst of a step, a loop, two warpgroups, two blocks
+CASES = {
+    "int8": (2880, dict(groups=2, ahead=2)),
+    "fp8": (3072, dict(ahead=2)),
+    "fp8 in groups": (1024, dict(blocks=2, ahead=1, ahead_x=1)),
+    "int4": (8192, dict(ahead=2)),
+    "int4 in groups of 32": (320, dict()),
+    "uint4": (640, dict(blocks=2)),
+    "mxfp4": (2880, dict(groups=2)),
+}
+
+
+def weight(form: Format, *shape: int, seed: int = 0) -> Quantized:
+    values = np.random.default_rng(seed).normal(size=shape) * 0.1
+    packed = jax.jit(pack, static_argnums=0)(form, jnp.asarray(values, jnp.float32))
+    return Quantized(packed, form, jnp.dtype("bfloat16"))
+
+
+def arrays_of(weights: list[Quantized]) -> dict[str, list]:
+    return {kind: [np.asarray(w.arrays[kind]) for w in weights] for kind in weights[0].arrays}
+
+
+def product(w: Quantized, expert: int, x: jax.Array) -> np.ndarray:
+    """Return the products [tokens, out] in f32."""
+    whole = np.asarray(w.astype(jnp.float32).dense())[expert]
+    return np.asarray(x, np.float32) @ whole.T
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_warps_multiply_as_the_unpacked_experts(monkeypatch, name):
+    size, changes = CASES[name]
+    form, rng = FORMATS[name], np.random.default_rng(1)
+    gate, up = (weight(form, 3, 64, size, seed=at) for at in range(2))
+    x = jnp.asarray(rng.normal(size=(9, size)), jnp.bfloat16)
+    biases = [jnp.asarray(rng.normal(size=(3, 64)), jnp.bfloat16) for _ in range(2)]
+    p = FewPlan(form, size, 64, 2, 1, 4)._replace(**changes)
+    got = sums(monkeypatch, p, x, arrays_of([gate, up]) | {"bias": list(map(np.asarray, biases))}, 2, p.rows, 3, 5)
+    for i, w in enumerate((gate, up)):
+        expected = product(w, 2, x[3:8]) + np.asarray(biases[i][2], np.float32)
+        np.testing.assert_allclose(got[i, :5], expected[:, p.rows : 2 * p.rows], atol=1e-4)
+
+
+def test_gate_and_up_are_halves_of_a_matrix(monkeypatch):
+    w = weight(FORMATS["int4"], 1, 128, 256)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.bfloat16)
+    tiles = packed_weights.tiles_of(x, w.format)
+    p = packed_few.plan(w.format, tiles, w.shape, 2, is_joined=True)
+    assert (p.out, p.names) == (64, 2)
+    got = sums(monkeypatch, p, x, arrays_of([w]), 0, 16, 0, 8)
+    gate, up = np.split(product(w, 0, x), 2, axis=1)
+    np.testing.assert_allclose(got, [gate[:, 16:32], up[:, 16:32]], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [256, 2944, 4096])
+def test_every_byte_of_a_row_is_multiplied(name, size):
+    form = FORMATS[name]
+    p = FewPlan(form, size, 64, 1, 1, 4)
+    step = p.warps * QUAD * p.loaded
+    assert (p.steps - 1) * step < p.width <= p.steps * step
+    if p.scales_sums:  # threads of a row share a group
+        assert form.group // p.per_byte % (QUAD * p.loaded) == 0
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n != "int4" else n for n in CASES])
+def test_the_kernel_lowers_for_a_gpu(name):
+    form, size = FORMATS[name], CASES[name][0]
+    shapes = {kind: jax.ShapeDtypeStruct((128, n), dtype) for kind, (n, dtype) in form.lengths(size).items()}
+    w = Quantized(shapes, form, jnp.dtype(jnp.bfloat16))  # pyright: ignore[reportArgumentType]
+    x = jax.ShapeDtypeStruct((3, size), jnp.bfloat16)
+    for traced in (packed_weights.packed_matmul.trace(x, w), packed_weights.packed_gated.trace(x, w, Glu())):
+        assert "packed_few" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,148 @@
+"""Run the warps of ops/kernels/gpu/packed_warp.py on numpy: a register is an array with an item for each thread.
+
+The kernel writes one operation for each register; here the operations compute instead. So its addresses, its order of
+values and its scales are those of the card; only what the hardware does (mma, loads, moves of halves) is written again.
+"""
+
+from __future__ import annotations
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.ops.kernels.gpu import packed_warp, warp_ops
+from dovetail.ops.kernels.gpu.packed_few import FEW
+
+bf16 = jnp.bfloat16
+
+
+def _operations() -> types.SimpleNamespace:
+    """Return arith's operations that the kernel uses."""
+    binary = {
+        "addi": np.add, "subi": np.subtract, "muli": np.multiply, "divui": np.floor_divide, "remui": np.remainder,
+        "minui": np.minimum, "minsi": np.minimum, "ori": np.bitwise_or, "shli": np.left_shift, "mulf": np.multiply,
+        "addf": np.add,
+    }  # fmt: skip
+    converted = {name: lambda _, x: np.asarray(x).astype(np.int64) for name in ("extui", "index_cast")}
+    compare = {"slt": np.less, "eq": np.equal}
+    return types.SimpleNamespace(
+        **binary,
+        **converted,
+        select=np.where,
+        cmpi=lambda kind, x, y: compare[kind](x, y),
+        CmpIPredicate=types.SimpleNamespace(slt="slt", eq="eq"),
+    )
+
+
+class Words:
+    """Compute on two words of 16 bits; [threads, 2]."""
+
+    def __init__(self, value):
+        self.value = np.asarray(value, np.uint32) & 0xFFFF
+
+    @classmethod
+    def of(cls, register):
+        register = np.asarray(register, np.uint32)
+        return cls(np.stack([register & 0xFFFF, register >> 16], axis=-1))
+
+    def __rshift__(self, bits):
+        return Words(self.value >> bits)
+
+    def __lshift__(self, bits):
+        return Words(self.value << bits)
+
+    def __and__(self, mask):
+        return Words(self.value & mask)
+
+    def __or__(self, other):
+        return Words(self.value | (other if isinstance(other, int) else other.value))
+
+
+class Pairs:
+    """Compute on two bf16 numbers, with f32, which has subnormals of bf16 as numbers; [threads, 2]."""
+
+    def __init__(self, value):
+        self.value = value
+
+    @classmethod
+    def of(cls, words):
+        return cls((words.value << 16).view(np.float32))
+
+    def __sub__(self, other):
+        return Pairs((self.value - other.value).astype(bf16).astype(np.float32))
+
+    def __mul__(self, other):
+        return Pairs((self.value * other.value).astype(bf16).astype(np.float32))
+
+
+def _multiply_add(sums: list, left: list, right: list) -> list:
+    """Return the sums plus A [16, 16] times B [16, 8] of each warp, as PTX lays them over threads."""
+    lanes = np.arange(len(left[0])).reshape(-1, 32)
+    out = [np.broadcast_to(np.asarray(x, np.float32), len(left[0])).copy() for x in sums]
+    row, quad = np.arange(32) // 4, np.arange(32) % 4
+    for own in lanes:
+        a, b = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
+        for i, (down, right_of) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8)]):
+            for half in (0, 1):
+                a[row + down, 2 * quad + right_of + half] = left[i][own, half]
+        for i in (0, 1):
+            pair = Pairs.of(Words.of(right[i][own])).value
+            for half in (0, 1):
+                b[2 * quad + 8 * i + half, row] = pair[:, half]
+        c = a @ b
+        for i in range(4):
+            out[i][own] += c[row + i // 2 * 8, 2 * quad + i % 2]
+    return out
+
+
+def _halves(low, high, which):
+    shift = np.uint32(16 * which)
+    return (np.uint32(low) >> shift & 0xFFFF) | ((np.uint32(high) >> shift & 0xFFFF) << 16)
+
+
+def _load_words(pointer, count, _cache=""):
+    data, place = pointer
+    assert np.all(place % (4 * min(count, 4)) == 0), "loads are aligned"
+    assert np.all(place + 4 * count <= data.nbytes), "loads are inside of the array"
+    words = data.reshape(-1).view(np.uint32)
+    return [words[place // 4 + i] for i in range(count)]
+
+
+class Warps(packed_warp.Warp):
+    """Run a program's warps; a loop runs its rounds."""
+
+    def loop(self, rounds, totals, ahead, tokens):
+        for i in range(rounds):
+            totals, ahead, tokens = self.round(i * self.p.ahead, totals, ahead, tokens)
+        return totals, ahead, tokens
+
+    def scalar(self, kind, i, row, group=None):
+        ref = self.inputs[kind][i]
+        return ref.reshape(-1, 1 if group is None else ref.shape[-1])[row, 0 if group is None else group]
+
+
+def sums(monkeypatch, p, x, inputs, expert: int, row: int, source: int, count: int) -> np.ndarray:
+    """Return the sums [weight, token, row] of a program of plan `p`."""
+    partial = np.full((p.warps, p.names, FEW, p.rows), np.nan, np.float32)
+
+    def store(value, ref, place):
+        ref[tuple(place)] = value
+
+    kinds = types.SimpleNamespace(get=lambda *_: None)
+    stand_ins = {
+        "arith": _operations(), "Words": Words, "Pairs": Pairs, "multiply_add": _multiply_add, "halves": _halves,
+        "load_words": _load_words, "int32": lambda: None, "c": int, "c64": int, "register": lambda pair: pair,
+        "thread": lambda: np.arange(32 * p.warps), "as_f32": lambda x: np.asarray(x).astype(np.float32),
+        "wide": lambda x: np.asarray(x, np.int64), "fma": lambda x, y, z: x * y + z,
+        "address": lambda ref, row, width, column, _kind: (ref, (row * width + column) * ref.itemsize),
+        "byte_address": lambda ref, row, width, offset: (ref, row * width + offset),
+        "utils": types.SimpleNamespace(c=lambda value, _: value), "memref": types.SimpleNamespace(store=store),
+        "ir": types.SimpleNamespace(F32Type=kinds, BF16Type=kinds, IndexType=kinds),
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        for module in (packed_warp, warp_ops):
+            for name in set(stand_ins) & set(vars(module)):
+                patch.setattr(module, name, stand_ins[name])
+        Warps(p, partial, np.asarray(x), inputs, expert, row, source, count).run()
+    return partial.sum(axis=0)
