@@ -49,7 +49,7 @@ from dovetail.models.decoder import forward, greedy, unembed
 from dovetail.models.formats import Formats, formats_of, rounded_formats, with_formats
 from dovetail.models.registry import parse_config, read_config, read_json, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import VISION, flops_per_token, kv_bytes_per_token, spec
-from dovetail.ops.dispatch import reads_blocks
+from dovetail.ops.dispatch_products import reads_blocks
 
 if TYPE_CHECKING:
     from dovetail.interop.torch.language_model import TorchLanguageModel

@@ -10,6 +10,7 @@ import jax
 from dovetail.core.mesh import Placement
 
 NVIDIA = ("cuda", "gpu")
+ARM, X86 = ("aarch64", "arm64"), ("x86_64", "amd64")  # names of `platform.machine`
 
 
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:

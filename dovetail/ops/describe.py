@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from dovetail.core.chips import CHIPS
 from dovetail.core.formats import Format
-from dovetail.ops import dispatch
+from dovetail.ops import dispatch, dispatch_products
 from dovetail.ops.capabilities import NVIDIA
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import room_of, why_not_flat, why_not_ragged, why_not_splash
@@ -41,7 +41,7 @@ def describe() -> list[tuple[str, str, str]]:
 def _experts(platform: str) -> str:
     """Return the grouped product of experts with usual dims."""
     rows, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 2048), (64, 1024, 2048)))
-    name = dispatch.choose_grouped(platform, rows, w)
+    name = dispatch_products.choose_grouped(platform, rows, w)
     return {"xla": "ragged_dot", "mosaic": "mosaic; triton for f32 and dims that are not multiples of 64"}.get(
         name, name
     )
@@ -103,18 +103,18 @@ def _block_mask(platform: str, q: Any) -> str:
 
 def _products(few: Any, many: Any) -> str:
     """Return the products of few rows and many rows on this CPU, and why not our kernels."""
-    if why := dispatch.why_not_ours(few, few):
+    if why := dispatch_products.why_not_ours(few, few):
         return f"xla ({why})"
-    return f"numba; xla for {why}" if (why := dispatch.why_not_ours(many, few)) else "numba"
+    return f"numba; xla for {why}" if (why := dispatch_products.why_not_ours(many, few)) else "numba"
 
 
 def _quantized_products(platform: str, x: Any) -> str:
     """Return the products of this platform with quantised weights."""
-    if dispatch.why_not_packed(Format("q4_1"), x, platform, None) is None:
+    if dispatch_products.why_not_packed(Format("q4_1"), x, platform, None) is None:
         return "numba for int8, int4 and GGUF blocks; xla for w8a8"
-    fp8 = dispatch.quantized_kernel(Format("fp8"), x, platform, None) is not None
+    fp8 = dispatch_products.quantized_kernel(Format("fp8"), x, platform, None) is not None
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-    if dispatch.why_not_packed_gpu(Format("int8"), half, platform, None, half.shape[-1]) is None:
+    if dispatch_products.why_not_packed_gpu(Format("int8"), half, platform, None, half.shape[-1]) is None:
         return "mosaic for few tokens; xla for w8a8, and for fp8 from 9 tokens on; reference for others"
     return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dovetail.ops.dispatch import choose_product, grouped_kernel, product_kernel
+from dovetail.ops.dispatch_products import choose_product, grouped_kernel, product_kernel
 
 ARRAYS = (jax.Array, np.ndarray)
 PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
-from dovetail.ops.dispatch import experts_kernel
+from dovetail.ops.dispatch_products import experts_kernel
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
-from dovetail.ops import dispatch
+from dovetail.ops import dispatch, dispatch_products
 from dovetail.ops.capabilities import has_tokamax
 from dovetail.ops.describe import TPU_CASES, describe, describe_tpu
 from dovetail.ops.dispatch import choose_paged, page_row, rotates_and_stores
@@ -192,11 +192,12 @@ def test_info_says_which_backend_runs_and_why(monkeypatch):
 
 
 def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    for module in (dispatch, dispatch_products):
+        monkeypatch.setattr(module, "has_triton", lambda: False)
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     ctx, x, rope = paged("cuda"), array(64, 1024), Rope(10_000.0, 128)
     assert choose_paged("cuda", heads(), 8) == "reference"
-    assert dispatch.grouped_kernel("cuda", x, array(8, 1024, 1024)) is None
+    assert dispatch_products.grouped_kernel("cuda", x, array(8, 1024, 1024)) is None
     assert dispatch.sample_kernel("cuda", None, x) is None and not rotates_and_stores(ctx, rope, 128, "head", False)
     assert dispatch.norm_kernel(ctx, x) is None and dispatch.layer_norm_kernel(None, x) is None
     assert dispatch.choose_loss(None, x) == "reference"

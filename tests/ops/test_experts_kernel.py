@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops import dispatch, moe
+from dovetail.ops import dispatch_products, moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import experts as kernel
 
@@ -98,9 +98,9 @@ def test_the_kernel_is_chosen_where_it_runs(monkeypatch, change, why):
     x, _, _, params = some_inputs(8, 4, 2)
     x, glu = change.get("x", x), change.get("glu", Glu())
     params |= {"gate": change.get("gate", params["gate"])}
-    assert dispatch.experts_kernel(x, params, glu, None, None) is None  # on a CPU
-    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    chosen = dispatch.experts_kernel(x, params, glu, None, None)
+    assert dispatch_products.experts_kernel(x, params, glu, None, None) is None  # on a CPU
+    monkeypatch.setattr(dispatch_products, "is_one_gpu", lambda *_: True)
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: True)
+    chosen = dispatch_products.experts_kernel(x, params, glu, None, None)
     assert chosen is (None if why else kernel.few_token_experts)
     assert (why or "") in (kernel.why_not_few_tokens(x, params, glu) or "")

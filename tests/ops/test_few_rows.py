@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from later import later
 
-from dovetail.ops import dispatch, linear
+from dovetail.ops import dispatch_products, linear
 
 pytestmark = pytest.mark.slow
 
@@ -57,14 +57,14 @@ def test_many_at_once_from_many_threads():
 
 @pytest.fixture(params=["aarch64", "x86_64"])
 def cpu(monkeypatch, request):
-    monkeypatch.setattr(dispatch, "machine", lambda: request.param)
+    monkeypatch.setattr(dispatch_products, "machine", lambda: request.param)
 
 
 def test_matmul_uses_it_for_few_rows_of_f32(cpu):
     x, w = jnp.ones((4, 8)), jnp.ones((6, 8))
-    assert dispatch.choose_product(x, w) == "few_rows"
-    assert dispatch.choose_product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)) == "xla"
-    assert dispatch.choose_product(x[None], w) == "xla"
+    assert dispatch_products.choose_product(x, w) == "few_rows"
+    assert dispatch_products.choose_product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)) == "xla"
+    assert dispatch_products.choose_product(x[None], w) == "xla"
     assert "dovetail_few_rows" in jax.jit(linear.matmul).lower(x, w).as_text()
     other = jax.jit(linear.matmul).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
     assert "dovetail_few_rows" not in other and "dot_general" in other

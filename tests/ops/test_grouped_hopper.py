@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dovetail.ops import dispatch
+from dovetail.ops import dispatch_products
 from dovetail.ops.kernels.gpu import grouped_hopper as kernel
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_lowers_for_a_gpu(dims):
 )
 def test_the_kernels_are_chosen_where_they_run(monkeypatch, rows, dims, dtype, name):
     x, w = jax.ShapeDtypeStruct((rows, dims[1]), dtype), jax.ShapeDtypeStruct((4, *dims), dtype)
-    assert dispatch.choose_grouped("cuda", x, w) == "triton"  # no Hopper here
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    assert dispatch.choose_grouped("cuda", x, w) == name
-    assert dispatch.choose_grouped("tpu", x, w) == "xla"
+    assert dispatch_products.choose_grouped("cuda", x, w) == "triton"  # no Hopper here
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: True)
+    assert dispatch_products.choose_grouped("cuda", x, w) == name
+    assert dispatch_products.choose_grouped("tpu", x, w) == "xla"

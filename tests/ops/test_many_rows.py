@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from later import later
 
-from dovetail.ops import dispatch, linear
+from dovetail.ops import dispatch_products, linear
 from dovetail.ops.describe import describe
 
 pytestmark = pytest.mark.slow
@@ -89,10 +89,10 @@ def test_a_cached_program_finds_the_kernel_in_another_process(tmp_path):
 
 
 def test_matmul_uses_it_for_many_rows_of_f32(monkeypatch):
-    monkeypatch.setattr(dispatch, "machine", lambda: "aarch64")
-    rows = dispatch.FEW_ROWS["aarch64"] + 1
+    monkeypatch.setattr(dispatch_products, "machine", lambda: "aarch64")
+    rows = dispatch_products.FEW_ROWS["aarch64"] + 1
     x, w = jnp.ones((rows, 8)), jnp.ones((6, 8))
-    assert dispatch.choose_product(x, w) == "many_rows"
+    assert dispatch_products.choose_product(x, w) == "many_rows"
     assert "dovetail_many_rows" in jax.jit(linear.matmul).lower(x, w).as_text()
     other = jax.jit(linear.matmul).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
     assert "dovetail_many_rows" not in other and "dot_general" in other
@@ -103,17 +103,17 @@ def test_the_table_says_why_it_is_not_used(monkeypatch):
     def on_cpu() -> str:
         return next(name for operation, platform, name in describe() if (operation, platform) == ("products", "cpu"))
 
-    monkeypatch.setattr(dispatch, "machine", lambda: "aarch64")
+    monkeypatch.setattr(dispatch_products, "machine", lambda: "aarch64")
     assert on_cpu() == "numba"
-    monkeypatch.setattr(dispatch, "has_numba", lambda: False)
+    monkeypatch.setattr(dispatch_products, "has_numba", lambda: False)
     assert on_cpu() == "xla (numba is not installed)"
-    monkeypatch.setattr(dispatch, "machine", lambda: "riscv64")
+    monkeypatch.setattr(dispatch_products, "machine", lambda: "riscv64")
     assert on_cpu() == "xla (not measured on riscv64)"
 
 
 def test_on_x86_xla_multiplies_many_rows(monkeypatch):
-    monkeypatch.setattr(dispatch, "machine", lambda: "x86_64")
+    monkeypatch.setattr(dispatch_products, "machine", lambda: "x86_64")
     w = jnp.ones((6, 8))
-    chosen = [dispatch.choose_product(jnp.ones((rows, 8)), w) for rows in (1, 2, 16, 17, 1024)]
+    chosen = [dispatch_products.choose_product(jnp.ones((rows, 8)), w) for rows in (1, 2, 16, 17, 1024)]
     assert chosen == ["few_rows"] * 3 + ["xla"] * 2
     assert ("products", "cpu", "numba; xla for more than 16 rows") in describe()

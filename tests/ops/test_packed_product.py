@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
-from dovetail.ops import dispatch, moe
+from dovetail.ops import dispatch_products, moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import experts, packed_codes, packed_product, packed_weights
 from dovetail.ops.quant.pack import pack
@@ -225,8 +225,8 @@ def test_packed_experts_lower_for_a_gpu():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch_products, "is_one_gpu", lambda *_: True)
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -246,17 +246,17 @@ def hopper(monkeypatch):
 def test_the_kernel_is_chosen_where_it_runs(hopper, monkeypatch, change, why):
     form, x = change.get("form", FORMATS["int4"]), jax.ShapeDtypeStruct(change.get("x", (8, 256)), jnp.bfloat16)
     x, out = x.update(dtype=change.get("dtype", x.dtype)), change.get("out", 128)
-    reason = dispatch.why_not_packed_gpu(form, x, "cuda", None, out)
+    reason = dispatch_products.why_not_packed_gpu(form, x, "cuda", None, out)
     assert (reason is None) == (why is None) and (why or "") in (reason or "")
-    kernel = dispatch.quantized_kernel(form, x, "cuda", None, out)
+    kernel = dispatch_products.quantized_kernel(form, x, "cuda", None, out)
     assert kernel is (None if why else packed_weights.packed_matmul)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
-    assert dispatch.quantized_kernel(form, x, "cuda", None, out) is None
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: False)
+    assert dispatch_products.quantized_kernel(form, x, "cuda", None, out) is None
 
 
 def test_packed_experts_are_chosen_where_they_run(hopper, monkeypatch):
     x, _, _, params = some_experts(8, FORMATS["mxfp4"])
-    choose = lambda p, glu=Glu(): dispatch.experts_kernel(x, p, glu, "cuda", None)  # noqa: E731
+    choose = lambda p, glu=Glu(): dispatch_products.experts_kernel(x, p, glu, "cuda", None)  # noqa: E731
     assert choose(params) is packed_weights.few_token_packed_experts
     for other, glu in [
         (params | {"down": params["down"].dense()}, Glu()),
@@ -264,5 +264,5 @@ def test_packed_experts_are_chosen_where_they_run(hopper, monkeypatch):
         (params, Glu("gelu")),
     ]:
         assert choose(other, glu) is None
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: False)
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: False)
     assert choose(params) is None

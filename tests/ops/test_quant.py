@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, dequantize
 from dovetail.core.formats import BLOCKS, ROUNDED, Format, fitted
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import ParamSpec, Stored
-from dovetail.ops import dispatch, moe
+from dovetail.ops import dispatch_products, moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, lookup, matmul, matmul_transposed, per_head
 from dovetail.ops.loss import cross_entropy
@@ -248,10 +248,10 @@ CARDS = [("cuda", True, fp8_matmul), ("cuda", False, None), ("cpu", True, None)]
 
 @pytest.mark.parametrize("platform, capability, kernel", CARDS)
 def test_fp8_products_need_a_card_that_has_them(monkeypatch, platform, capability, kernel):
-    monkeypatch.setattr(dispatch, "has_fp8", lambda: capability)
+    monkeypatch.setattr(dispatch_products, "has_fp8", lambda: capability)
     x = jax.ShapeDtypeStruct((1, 128), jnp.float32)
-    assert dispatch.quantized_kernel(ROUNDED["fp8"], x, platform, None) is kernel
-    assert dispatch.quantized_kernel(ROUNDED["fp8_block"], x, platform, None) is None
+    assert dispatch_products.quantized_kernel(ROUNDED["fp8"], x, platform, None) is kernel
+    assert dispatch_products.quantized_kernel(ROUNDED["fp8_block"], x, platform, None) is None
 
 
 @pytest.mark.parametrize("width", [64, pytest.param(96, marks=pytest.mark.thorough)])

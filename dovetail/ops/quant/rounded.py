@@ -1,7 +1,7 @@
 """Products whose activations are rounded as well, each row by its own scale: twice the arithmetic of bf16.
 
 The scales of rows and columns multiply the sums, so that the product itself is one that XLA gives to cuBLAS. A weight
-is an ops.quant.weight.Quantized, which finds these functions by ops.dispatch.
+is an ops.quant.weight.Quantized, which finds these functions by ops.dispatch_products.
 """
 
 from __future__ import annotations

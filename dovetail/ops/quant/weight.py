@@ -1,7 +1,7 @@
 """A quantised weight, which computes its own products (ops.linear.Weight): one class for every format.
 
-The products here are the reference: unpack, then multiply. ops.dispatch chooses kernels that read the packed arrays. A
-large matrix is unpacked in parts, and the backward pass unpacks it again: a gradient keeps the packed weight.
+The products here are the reference: unpack, then multiply. ops.dispatch_products chooses kernels that read the packed
+arrays. A large matrix is unpacked in parts, and the backward pass unpacks it again: a gradient keeps the packed weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dovetail.core.errors import UnsupportedError
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement, array_shardings
 from dovetail.core.spec import ParamSpec, leaf_dtype
-from dovetail.ops.dispatch import gated_kernel, quantized_grouped_kernel, quantized_kernel
+from dovetail.ops.dispatch_products import gated_kernel, quantized_grouped_kernel, quantized_kernel
 from dovetail.ops.linear import grouped, matmul, matmul_transposed, per_head
 from dovetail.ops.quant.pack import PACKERS, pack
 from dovetail.ops.quant.unpack import unpack
