@@ -17,12 +17,37 @@ def tour(
 
     console = Console(highlight=False)
     console.print("[bold]Dovetail[/bold]: one model definition from pretraining to serving\n")
+    kernels = _compile_kernels()
     path = _download(console)
     model = _load(console, path)
+    _wait(console, kernels)
     _prompt(console, model, prompt, max_tokens)
     if steps:
         del model
         _pretrain(console, steps)
+
+
+def _compile_kernels():
+    """Start to compile the CPU's kernels, if it needs them: meanwhile the model is downloaded and loaded."""
+    import threading
+
+    def compile_them() -> None:
+        from dovetail.engine.device.kernels import compile_kernels
+        from dovetail.io.compiled import keep_compiled
+
+        keep_compiled()
+        compile_kernels(quantized=True)  # the package registry's file is
+
+    thread = threading.Thread(target=compile_them, daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait(console, kernels) -> None:
+    kernels.join(0.2)
+    if kernels.is_alive():
+        with console.status("  compiling kernels for this CPU; they are kept"):
+            kernels.join()
 
 
 def _step(console, number: int, what: str) -> None:
@@ -47,11 +72,12 @@ def _load(console, path):
     import dovetail
     from dovetail.cli.tables import pairs
     from dovetail.core.reporter import bar
+    from dovetail.io.load import served_blocks
 
     _step(console, 2, "Load")
     start = time.perf_counter()
     with bar() as progress:
-        model = dovetail.load(path, progress=progress)
+        model = dovetail.load(path, progress=progress, quantization=served_blocks(path))
     rows = model.summary()
     console.print(pairs(f"loaded in {time.perf_counter() - start:.1f} s", rows))
     console.print()

@@ -152,10 +152,13 @@ class FakeModel:
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     import dovetail as package
+    from dovetail.engine.device import kernels
     from dovetail.io import hub
 
+    fake_load = lambda path, progress, quantization: FakeModel()  # noqa: E731
     monkeypatch.setattr(hub, "resolve", lambda name, progress: tmp_path)
-    monkeypatch.setitem(vars(package), "load", lambda path, progress: FakeModel())  # setattr would load the real one
+    monkeypatch.setattr(kernels, "compile_kernels", lambda **_: None)
+    monkeypatch.setitem(vars(package), "load", fake_load)  # setattr would load the real one
 
 
 def test_the_tour_with_a_fake_model(fake, capsys):
@@ -185,6 +188,7 @@ def test_the_tour(smollm2_gguf, optimised):
     )
     assert out.returncode == 0, out.stderr
     assert "Paris" in out.stdout and "tok/s" in out.stdout and "parameters" in out.stdout
+    assert "in q4_1 and q8_0" in out.stdout  # the file's blocks are not unpacked
 
 
 def test_info():

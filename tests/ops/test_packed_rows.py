@@ -12,7 +12,7 @@ from later import later
 from ops.test_quant import blocks, packed, random
 
 from dovetail.core.formats import BLOCKS, Format
-from dovetail.ops import dispatch
+from dovetail.ops import dispatch_products
 from dovetail.ops.kernels.cpu import needs
 from dovetail.ops.quant.weight import Quantized
 
@@ -25,7 +25,7 @@ X = jax.ShapeDtypeStruct((1, 256), jnp.float32)
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_kernel():
-    if why := dispatch.why_not_packed(Format("q4_1"), X, "cpu", None):
+    if why := dispatch_products.why_not_packed(Format("q4_1"), X, "cpu", None):
         pytest.skip(why)
 
 
@@ -99,7 +99,7 @@ def test_the_formats_of_the_kernel():
 
 def test_the_choice():
     """One CPU and f32; formats and shapes that the kernel does not know are unpacked."""
-    assert dispatch.quantized_kernel(Format("q4_1"), X, "cpu", None) is not None
+    assert dispatch_products.quantized_kernel(Format("q4_1"), X, "cpu", None) is not None
     half = jax.ShapeDtypeStruct((1, 256), jnp.bfloat16)
     odd = jax.ShapeDtypeStruct((1, 40), jnp.float32)
     for form, x, platform in [
@@ -108,9 +108,17 @@ def test_the_choice():
         (Format("nf4", 64), X, "cpu"),
         (Format("int8"), odd, "cpu"),
     ]:
-        assert dispatch.quantized_kernel(form, x, platform, None) is None
-    text = jax.jit(lambda x, w: w.matmul(x, 1, None)).lower(X, made("q4_1", 8, size=256)).as_text()
-    assert kernels.NAME in text
+        assert dispatch_products.quantized_kernel(form, x, platform, None) is None
+    one_row_of_tokens = jax.ShapeDtypeStruct((1, 3, 256), jnp.float32)  # as dt.load's `generate` has them
+    two_rows_of_tokens = jax.ShapeDtypeStruct((2, 3, 256), jnp.float32)  # which training may split over devices
+    for x, has_kernel in ((X, True), (one_row_of_tokens, True), (two_rows_of_tokens, False)):
+        text = jax.jit(lambda x, w: w.matmul(x, 1, None)).lower(x, made("q4_1", 8, size=256)).as_text()
+        assert (kernels.NAME in text) == has_kernel
+
+
+def test_one_row_of_tokens_is_a_matrix():
+    x, w = random(3, 64), made("int8", 12, size=64)
+    np.testing.assert_array_equal(w.matmul(x[None], 1, None)[0], w.matmul(x, 1, None))
 
 
 def test_the_gradient_is_that_of_the_unpacked_weight():

@@ -29,11 +29,16 @@ def prepare_kernels(platform: str | None, quantized: bool = False) -> None:
         platform: The platform of the steps; None for jax's default.
         quantized: Whether some weights are quantised.
     """
+    compile_kernels(platform, quantized)
+    import_kernels(platform, quantized)
+
+
+def compile_kernels(platform: str | None = None, quantized: bool = False) -> None:
+    """Compile the kernels that `prepare_kernels` registers, if they are a CPU's and this machine has not."""
     if (platform or jax.default_backend()) == "cpu" and has_numba():
         modules = dispatch.cpu_kernels(quantized)
         place = dispatch.__file__, os.environ.get("NUMBA_CACHE_DIR"), version("numba"), version("llvmlite")
         once(program_key("kernels", modules, *place), lambda: compile_apart(modules))
-    import_kernels(platform, quantized)
 
 
 def compile_apart(modules: tuple[tuple[str, ...], ...]) -> None:
@@ -51,7 +56,8 @@ def compile_apart(modules: tuple[tuple[str, ...], ...]) -> None:
 
 def _importing(modules: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a process that imports these modules."""
-    command = sys.executable, "-c", "".join(f"import {name};" for name in modules)
+    code = "import gc; gc.disable(); "  # it would visit the objects of jax and numba again and again
+    command = sys.executable, "-c", code + "".join(f"import {name};" for name in modules)
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

@@ -47,7 +47,7 @@ WORDS = 19
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def packed_rows_matmul(x: jax.Array, weight: Any, out_dtype: Any, exact: bool = False) -> jax.Array:
-    """Multiply x [M, D], f32, by a quantised weight [F, D] (ops.quant.weight.Quantized) in a format of KINDS.
+    """Multiply x [.., M, D], f32, by a quantised weight [F, D] (ops.quant.weight.Quantized) in a format of KINDS.
 
     Args:
         x: The activations.
@@ -55,8 +55,9 @@ def packed_rows_matmul(x: jax.Array, weight: Any, out_dtype: Any, exact: bool = 
         out_dtype: The dtype of the result; None for that of x.
         exact: Use x as it is; otherwise it is rounded to int8.
     """
-    y = _call(x, weight, weight.shape[0], np.asarray([x.shape[0]], np.int32), exact)
-    return y.astype(out_dtype or x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    y = _call(rows, weight, weight.shape[0], np.asarray([len(rows)], np.int32), exact)
+    return y.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def _forward(x: jax.Array, weight: Any, out_dtype: Any, exact: bool) -> tuple[jax.Array, Any]:
