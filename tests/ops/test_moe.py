@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dovetail.ops.glu import Glu
-from dovetail.ops.moe import Router, _positions, experts, experts_reference, route
+from dovetail.ops.moe import Router, _positions, experts, experts_reference, route, top_k, top_k_by_rank
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +56,38 @@ def test_route(kind, biased):
         expected = route_one(ROUTERS[kind], logits[row], bias)
         assert set(e.tolist()) == set(expected)
         np.testing.assert_allclose(w, [expected[i] for i in e.tolist()], rtol=1e-5)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
+def test_top_k_by_rank_is_lax_top_k(ties):
+    rng = np.random.default_rng(1)
+    scores = rng.integers(0, 4, (40, E)).astype(np.float32) if ties else rng.normal(size=(40, E)).astype(np.float32)
+    scores[0, 1::2] = -np.inf  # of experts in other groups
+    got, want = jax.jit(top_k_by_rank, static_argnums=1)(scores, 3), jax.lax.top_k(scores, 3)
+    jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
+
+
+def test_nan_scores_choose_experts_that_exist():
+    scores = jnp.where(jnp.arange(E) % 2 == 0, jnp.nan, jnp.arange(E, dtype=jnp.float32))[None]
+    _, places = top_k_by_rank(jnp.concatenate([scores, jnp.full_like(scores, jnp.nan)]), 3)
+    assert (places >= 0).all() and (places < E).all()
+
+
+def test_a_gpu_sorts_only_many_scores():
+    for tokens, sorts in ((512, False), (1024, True)):
+        scores = jax.ShapeDtypeStruct((tokens, 128), jnp.float32)
+        text = jax.jit(lambda x: top_k(x, 8)).trace(scores).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("top_k" in text or "sort" in text) == sorts
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_the_gradient_of_the_weights(kind):
+    """It is that of finite differences, with the choice fixed."""
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, E)), jnp.float32)
+    loss = jax.jit(lambda logits: jnp.sum(jnp.sin(3 * route(ROUTERS[kind], logits)[0])))
+    direction = jnp.asarray(np.random.default_rng(3).normal(size=logits.shape), jnp.float32)
+    slope = (loss(logits + 1e-3 * direction) - loss(logits - 1e-3 * direction)) / 2e-3
+    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(logits), direction), slope, rtol=1e-2, atol=1e-3)
 
 
 def some_experts(biases: bool):
