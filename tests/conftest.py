@@ -25,6 +25,7 @@ import hypothesis_tables
 import ir_context
 import one_tls_context
 import pytest
+import quick_init
 import typer.testing
 from few_programs import FEW
 
@@ -150,6 +151,8 @@ def _compile_cheaply():
     gc.freeze()
     if "jax" in sys.modules:
         ir_context.share()
+    if "dovetail.core.spec" in sys.modules:
+        quick_init.share()
     if "httpx" in sys.modules:
         one_tls_context.share()
     yield

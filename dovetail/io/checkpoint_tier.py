@@ -34,6 +34,7 @@ FAILURES = (OSError, ValueError, RuntimeError)
 FOLDER = re.compile(r"step_(\d+)(\.old)?")
 PROBE = ".writable"  # written before each save
 TIMEOUT_S = 1200  # for one save, all processes together
+MIN_SLICE_BYTES = 1 << 20  # of a replicated array, for each replica to write a part: cutting it compiles a program
 Report = Callable[[str], None]
 Seal = Callable[[Any], None]  # writes the manifest into a folder whose arrays are all there
 
@@ -42,8 +43,10 @@ class Writer(ocp.PyTreeCheckpointHandler):
     """Write arrays, then the manifest; note a failure in `problem`."""
 
     def __init__(self) -> None:
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
+        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         # Measured on 256 MiB of f32 weights: compression saves 8% of the bytes and costs 7 times the processor time.
-        super().__init__(use_compression=False)
+        super().__init__(use_compression=False, type_handler_registry=handlers)
         _hush()
         self.seal: Seal | None = None
         self.problem: Exception | None = None
