@@ -98,7 +98,7 @@ def test_an_adapter_names_its_base_by_hub_id(first, place):
 
 def test_info_of_an_adapter_shows_it_and_its_base(first):
     shown = dovetail("info", "runs/first/export/step_2")
-    assert "LoRA of rank 8, alpha 16" in shown and "org/tiny" in shown and "2 of width 64" in shown
+    assert "LoRA of rank 8, alpha 16" in shown and "org/tiny" in shown and "1 of width 64" in shown
 
 
 def test_serve_of_an_adapter_serves_its_base_with_it(first, place, monkeypatch):
