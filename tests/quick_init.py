@@ -10,6 +10,7 @@ def share() -> None:
     """Let this process draw the weights of models outside `jax.jit` with numpy."""
     import jax
     import numpy as np
+
     from dovetail.core import spec
 
     in_jax = spec._init_leaf
