@@ -32,6 +32,7 @@ class HttpConnection(HttpToolsProtocol):
         self._idle_since = self.loop.time()
         self._in_head = True  # the connection or a request's headers have begun and are not complete
         self._size = 0  # bytes of the headers so far, without those of the last piece
+        self._completed = False  # a request of the last piece: the bytes before these headers are not theirs
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,6 +69,7 @@ class HttpConnection(HttpToolsProtocol):
         """Note when the connection became idle."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
+        self._limit_closing()
 
     def pause_writing(self) -> None:
         """Start the timer of a client that does not read."""
@@ -78,6 +80,12 @@ class HttpConnection(HttpToolsProtocol):
         """Stop that timer."""
         self._stop_stall()
         super().resume_writing()
+        self._limit_closing()
+
+    def _limit_closing(self) -> None:
+        """Start the timer if the connection closes: until all is written, which needs a client that reads."""
+        if self.transport.is_closing() and self._stall is None:
+            self._stall = self.loop.call_later(STALL_SECONDS, self.transport.abort)
 
     def _stop_stall(self) -> None:
         if self._stall is not None:
@@ -88,11 +96,13 @@ class HttpConnection(HttpToolsProtocol):
         """Pass data on, and refuse headers that are too large."""
         if self._refused:
             return
+        self._completed = False
         super().data_received(data)
-        if self._in_head and not self._refused:  # then the whole piece belongs to the headers
+        if self._in_head and not self._completed and not self._refused:  # then the whole piece belongs to the headers
             self._size += len(data)
             if self._size > HEAD_BYTES:
                 self._refuse_head()
+        self._limit_closing()
 
     def on_message_begin(self) -> None:
         """Start the timer of a further request's headers."""
@@ -118,6 +128,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request that was not refused."""
+        self._completed = True
         if not self._refused:
             super().on_message_complete()
 
@@ -133,6 +144,7 @@ class HttpConnection(HttpToolsProtocol):
     def _too_late(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+            self._limit_closing()
 
     def _refuse_head(self) -> None:
         message = f"the request's headers must have at most {HEAD_BYTES} bytes"
@@ -144,6 +156,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_timer()
         if not self._is_idle:
             self.transport.close()
+            self._limit_closing()
             return
         answer = error.response("")
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]

@@ -78,6 +78,16 @@ def test_the_body_does_not_count_and_a_head_of_30_kb_is_taken(server):
             assert client.post("/v1/completions", json=body).status_code == 400, "more tokens than the context has"
 
 
+def test_earlier_requests_do_not_count(server):
+    """A piece of 130 KB holds many whole requests and the beginning of one more."""
+    many = 3000 * (READY + b"\r\n")
+    with connect(server) as sock:
+        sock.sendall(many + READY[:-5])
+        sock.sendall(READY[-5:] + b"connection: close\r\n\r\n")
+        answers = read_all(sock)
+    assert answers.count(b"HTTP/1.1 200 ") == 3001
+
+
 def test_heads_that_do_not_come_close_their_connections(server, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
     socks = [connect(server) for _ in range(20)]
@@ -153,15 +163,21 @@ def test_the_limit_on_open_files_is_raised_or_bounds_the_connections(monkeypatch
     assert http_server.connection_limit(4096) == 512 - most
 
 
-def test_a_client_that_does_not_read_loses_its_connection(server, monkeypatch):
-    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
-    lost, end = set(), connection.HttpConnection.connection_lost
+@pytest.fixture
+def lost(monkeypatch):
+    """Return the addresses of clients whose connections ended."""
+    found, end = set(), connection.HttpConnection.connection_lost
 
     def connection_lost(one, error):
         end(one, error)
-        lost.add(one.client)
+        found.add(one.client)
 
     monkeypatch.setattr(connection.HttpConnection, "connection_lost", connection_lost)
+    return found
+
+
+def test_a_client_that_does_not_read_loses_its_connection(server, lost, monkeypatch):
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     with connect(server) as sock:
         own = sock.getsockname()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -174,3 +190,26 @@ def test_a_client_that_does_not_read_loses_its_connection(server, monkeypatch):
                 sock.sendall(asked * 100)
     assert own in lost
     assert httpx.get(f"{server.url}/ready", timeout=120).status_code == 200
+
+
+def test_a_connection_that_closes_does_not_wait_for_a_client_that_does_not_read(server, lost, monkeypatch):
+    """The rest of the answers is less than what asyncio buffers, so it does not say that writing is paused."""
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+    begin, made = connection.HttpConnection.connection_made, []
+
+    def connection_made(one, transport):
+        transport.set_write_buffer_limits(high=1 << 30)
+        made.append(transport)
+        begin(one, transport)
+
+    monkeypatch.setattr(connection.HttpConnection, "connection_made", connection_made)
+    with connect(server) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deadline = time.monotonic() + 120
+        while not (made and made[0].get_write_buffer_size()) and time.monotonic() < deadline:
+            sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 10)
+            time.sleep(0.02)  # what is sent faster than it is answered would fill the client's own buffer
+        sock.sendall(b"no request\r\n\r\n")
+        while sock.getsockname() not in lost and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert sock.getsockname() in lost
