@@ -67,7 +67,7 @@ KINDS = [*SOME, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in OTH
 def target_folder(kind: str, place) -> str:
     """Return the model that a kind of draft model is for."""
     if kind not in ("assistant", "mtp"):
-        return model_folder(place)
+        return model_folder(place, num_hidden_layers=2)  # two outputs for a draft model to read
     cfg = parse_config(GEMMA4 if kind == "assistant" else CONFIG | dict(num_nextn_predict_layers=1))
     folder, specs = place / "target", spec(cfg) if kind == "assistant" else with_mtp(spec(cfg), cfg)
     if not folder.exists():
@@ -93,11 +93,11 @@ def draft_folder(kind: str, place) -> str:
     if kind == "mtp":
         return target_folder(kind, place)
     if kind == "itself":
-        return model_folder(place)
+        return target_folder(kind, place)
     if kind == "another model":
         return model_folder(place, seed=1, num_hidden_layers=1)
     config = dict(speculators_model_type=kind, transformer_layer_config=LAYER, **PUBLISHED[kind])
-    draft, folder = parse_draft(config, read_config(Path(model_folder(place))), kind), place / kind
+    draft, folder = parse_draft(config, read_config(Path(target_folder(kind, place))), kind), place / kind
     save_draft(folder, draft, init(draft.spec(), jax.random.key(5), jnp.float32, 0.1), config)
     return str(folder)
 
