@@ -9,7 +9,8 @@ CODE := dovetail tests benchmarks examples
 PYTEST_ARGS ?= -n 3 --dist loadscope
 # uv, where it is installed, resolves and unpacks in a fraction of pip's time.
 UV := $(shell command -v uv 2>/dev/null)
-INSTALL := $(if $(UV),$(UV) pip install --python $(PY),$(PY) -m pip install)
+# Without --no-compile pip compiles each module of 3 GB of packages, which takes longer than all the rest.
+INSTALL := $(if $(UV),$(UV) pip install --python $(PY),$(PY) -m pip install --no-compile)
 
 # Tests start hundreds of processes that import the package: each would compile its sources again.
 unexport PYTHONDONTWRITEBYTECODE

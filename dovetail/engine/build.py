@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.errors import JaxRuntimeError
 
 from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
@@ -48,15 +49,18 @@ from dovetail.plan.serve_memory import (
     USABLE,
     bytes_beside,
     coarse_pages,
+    expected_pages,
     largest_item,
     num_pages,
     pool_bytes,
     round_pages,
+    step_estimate,
 )  # fmt: skip
 
 if TYPE_CHECKING:
     from dovetail.interop.torch.language_model import TorchLanguageModel
 
+SETTLED = 0.96  # the share of the pages that fit, from which on an expected number of pages is kept
 CPU_SIZES: dict[str, Any] = dict(  # fields of Buckets on a CPU, where padding costs time
     few_rows=(1, 2), least_rows=8, least_tokens=LEAST_TOKENS, tokens_a_row=1024, halves=False, few_hidden=False,
 )  # fmt: skip
@@ -266,15 +270,37 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
     room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
     room -= scratch + held_bytes(programs.features)
     if not on_cpu:
-        largest = max(held_bytes(layer) for layer in programs.pages(1))
-        measure = functools.partial(programs.step_memory, params)
-        copies = functools.partial(programs.copies_pages, params)
-        step_bytes, copied = bytes_beside(room, page_bytes, largest, most, measure, copies)
-        room, page_bytes = room - step_bytes, page_bytes + copied
+        return _measured_pages(programs, params, room, page_bytes, most)
     pages = num_pages(room, page_bytes, programs.page_size, most)
+    return most if pages == most else _kept_pages(programs, params, pages, most)
+
+
+def _measured_pages(programs: Programs, params: Any, room: int, page_bytes: int, most: int) -> int:
+    """Return how many pages fit beside the largest step.
+
+    The step is compiled for the pages that should fit by an estimate of its bytes. If they do, and hardly more would,
+    these are the pages, and the engine need not compile its slowest program again for another number.
+    """
+    tensor = programs.placement.mesh.shape["tensor"] if programs.placement else 1
+    itemsize = programs.compute.dtype.itemsize
+    estimate = step_estimate(
+        programs.cfg, tensor, programs.buckets.largest().tokens, programs.buckets.max_rows, itemsize
+    )
+    layer_bytes = max(held_bytes(layer) for layer in programs.pages(1))
+    measure = functools.partial(programs.step_memory, params)
+    copies = functools.partial(programs.copies_pages, params)
+    expected = expected_pages(room, page_bytes, estimate, most)
+    try:
+        step_bytes, copied = bytes_beside(expected, room, page_bytes, layer_bytes, most, measure, copies)
+    except JaxRuntimeError as error:  # libtpu compiles no program that does not fit
+        if "RESOURCE_EXHAUSTED" not in str(error) or expected == 1:
+            raise
+        half = expected // 2
+        step_bytes, copied = bytes_beside(half, room, page_bytes, layer_bytes, most, measure, copies)
+    pages = num_pages(room - step_bytes, page_bytes + copied, programs.page_size, most)
     if pages == most:
         return most
-    return _kept_pages(programs, params, pages, most) if on_cpu else round_pages(pages)
+    return expected if SETTLED * pages <= expected <= pages else round_pages(pages)
 
 
 def _kept_pages(programs: Programs, params: Any, pages: int, most: int) -> int:

@@ -121,7 +121,7 @@ def held(
     drafting = held_draft(draft, chip, tensor, dtype, kv) if draft else HeldDraft(0, 0)
     weights, per_token = weights + drafting.weights, per_token + drafting.per_token
     size = HELD[compute_dtype(dtype)]
-    step = max(_step_bytes(cfg, tensor, step_tokens, rows, size), _encoder_bytes(cfg, tensor, size))
+    step = step_estimate(cfg, tensor, step_tokens, rows, size)
     step += feature_bytes(cfg, step_tokens, size)
     total = memory or (chip.device_hbm if chip else None)
     if total is None:
@@ -229,6 +229,19 @@ def _parts(partition: Any, place: Placement) -> int:
 
 def _numpy_dtype(name: str) -> np.dtype:
     return jnp.dtype({"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "tf32": jnp.float32}[name])
+
+
+def step_estimate(cfg: ModelConfig, tensor: int, tokens: int, rows: int, itemsize: float) -> int:
+    """Estimate the bytes that the largest step, or the largest call of a vision encoder, needs on a device.
+
+    Args:
+        cfg: The model.
+        tensor: Devices per replica.
+        tokens: The most tokens of a step.
+        rows: The most sequences of a step.
+        itemsize: Bytes of an activation's element.
+    """
+    return max(_step_bytes(cfg, tensor, tokens, rows, itemsize), _encoder_bytes(cfg, tensor, itemsize))
 
 
 def _step_bytes(cfg: ModelConfig, tensor: int, tokens: int, rows: int, itemsize: float) -> int:
@@ -375,7 +388,14 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
     return int(pages)
 
 
+def expected_pages(room: int, page_bytes: int, estimate: int, most: int) -> int:
+    """Return the pages that should fit beside a step of about `estimate` bytes, which may need a quarter more."""
+    pages = min((room - estimate * 5 // 4) // page_bytes, most)
+    return most if pages == most else max(1, round_pages(pages))
+
+
 def bytes_beside(
+    pages: int,
     room: int,
     page_bytes: int,
     layer_bytes: int,
@@ -385,11 +405,12 @@ def bytes_beside(
 ) -> tuple[int, int]:
     """Return (bytes of the largest step, bytes that it grows by with every page).
 
-    The step is measured with half of the pool that would fit. A step that copies pages, at least those of one layer,
-    needs as much memory as they take; if it does and that matters, a second measurement gives the growth. It compiles
-    the step again, which takes 20 seconds for a model of 48 layers on a GPU.
+    A step that copies pages, at least those of one layer, needs as much memory as they take; if it does and that
+    matters, a second measurement gives the growth. It compiles the step again, which takes 20 seconds for a model of 48
+    layers on a GPU.
 
     Args:
+        pages: The pages to measure with.
         room: Bytes for the pool and the step together.
         page_bytes: Bytes of a page over all layers.
         layer_bytes: Bytes of a page of the largest layer.
@@ -397,7 +418,6 @@ def bytes_beside(
         step_bytes: Compiles the largest step for a number of pages and returns its bytes.
         copies_pages: Returns whether the step that was compiled for a number of pages copies those of a layer.
     """
-    pages = max(1, round_pages(min(room // page_bytes, most) // 2))
     measured = step_bytes(pages)
     fits_anyway = most * page_bytes + 2 * measured <= room
     if pages == 1 or fits_anyway or measured < pages * layer_bytes or not copies_pages(pages):

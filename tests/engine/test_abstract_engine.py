@@ -6,17 +6,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 from engine.engines import OPTIONS, make_llm
+from jax.errors import JaxRuntimeError
 from reference_models import FAMILIES, reference
 from refusals import refuses
 from vision_models import vision_reference
 
+from dovetail.core.compute import compute_of
+from dovetail.core.spec import held_bytes
+from dovetail.engine import build
 from dovetail.engine.build import abstract_engine
 from dovetail.engine.device.encoder import EncoderShape
+from dovetail.engine.device.programs import Programs
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
-from dovetail.plan.serve_memory import bytes_beside
+from dovetail.plan.serve_memory import bytes_beside, step_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -112,32 +117,75 @@ PAGE, LAYER, MOST = 2**20, 2**15, 10**6  # 32 layers
 
 def test_a_step_that_copies_nothing_is_compiled_once():
     step = Step(GIB // 4, 0)
-    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB // 4, 0)
-    (pages,) = step.asked
-    assert 0.48 * 100 * GIB < pages * PAGE <= 50 * GIB, "half of what fits, rounded"
+    assert bytes_beside(50_000, 100 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB // 4, 0)
+    assert step.asked == [50_000]
 
 
 def test_a_step_that_copies_a_layers_pages_twice_is_seen():
     step = Step(GIB // 4, 2 * LAYER)
-    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB // 4, 2 * LAYER)
+    assert bytes_beside(50_000, 100 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB // 4, 2 * LAYER)
     assert len(step.asked) == 2
 
 
 def test_a_step_as_large_as_a_layers_pages_may_still_copy_nothing():
     step = Step(GIB, 0)
-    assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB, 0)
+    assert bytes_beside(2000, 4 * GIB, PAGE, LAYER, MOST, step, step.copies) == (GIB, 0)
     assert step.asked == step.read and len(step.asked) == 1, "its program is read, and not compiled again"
 
 
 def test_a_program_that_cannot_be_read_is_measured_twice():
     step = Step(GIB, 0)
-    assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, step, lambda _: True) == (GIB, 0) and len(step.asked) == 2
+    assert bytes_beside(2000, 4 * GIB, PAGE, LAYER, MOST, step, lambda _: True) == (GIB, 0) and len(step.asked) == 2
 
 
 def test_memory_is_not_measured_again_if_all_pages_fit():
     step = Step(GIB, LAYER)
-    fixed, copied = bytes_beside(100 * GIB, PAGE, LAYER, 100, step, step.copies)
+    fixed, copied = bytes_beside(100, 100 * GIB, PAGE, LAYER, 100, step, step.copies)
     assert len(step.asked) == 1 and copied == 0 and fixed + 100 * PAGE < 100 * GIB
+
+
+class Measured:
+    """Let an engine with `room` times the estimate of its largest step, which is `step_bytes`, choose its pages."""
+
+    def __init__(self, monkeypatch, room: int, step_bytes):
+        programs = build.programs_for(config(), EngineOptions.of(OPTIONS | dict(dtype="bf16")), compute_of("bf16"))
+        sizes = programs.buckets.largest().tokens, programs.buckets.max_rows
+        self.estimate, self.asked = step_estimate(programs.cfg, 1, *sizes, 2), []
+        self.page_bytes = held_bytes(programs.pages(2)) - held_bytes(programs.pages(1))
+        self.room = room * self.estimate
+
+        def measure(_programs, _params, pages):
+            self.asked.append(pages)
+            return step_bytes(self)
+
+        monkeypatch.setattr(Programs, "step_memory", measure)
+        monkeypatch.setattr(Programs, "copies_pages", lambda *_: False)
+        self.pages = build._measured_pages(programs, None, self.room, self.page_bytes, most=10**9)
+
+    def fills(self, room: int) -> bool:
+        return 0.98 * room < self.pages * self.page_bytes <= room
+
+
+def test_the_largest_step_is_compiled_for_the_pages_that_the_engine_gets(monkeypatch):
+    found = Measured(monkeypatch, 64, lambda self: self.estimate)
+    assert found.asked == [found.pages] and 0.95 * found.room < found.pages * found.page_bytes <= 63 * found.estimate
+
+
+def test_a_step_of_another_size_than_expected_changes_the_pages(monkeypatch):
+    found = Measured(monkeypatch, 8, lambda self: 0)
+    assert len(found.asked) == 1 and found.fills(found.room)
+    found = Measured(monkeypatch, 8, lambda self: 4 * self.estimate)
+    assert len(found.asked) == 1 and found.fills(4 * found.estimate)
+
+
+def test_a_step_that_the_compiler_refuses_is_measured_with_fewer_pages(monkeypatch):
+    def step_bytes(self):
+        if len(self.asked) == 1:
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error")
+        return 2 * self.estimate
+
+    found = Measured(monkeypatch, 8, step_bytes)
+    assert found.asked == [found.asked[0], found.asked[0] // 2] and found.fills(6 * found.estimate)
 
 
 def test_a_copied_pool_is_read_from_the_program():
