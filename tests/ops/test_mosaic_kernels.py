@@ -1,5 +1,8 @@
 """The small kernels for Hopper: interpreted on a CPU against the references, and lowered for a GPU."""
 
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
+from dovetail.ops.kernels.gpu import ask_ptxas_once
 from dovetail.ops.kernels.gpu import cross_entropy as triton_loss
 from dovetail.ops.kernels.gpu.mosaic import cross_entropy, layer_norm, norm, rows, store
 from dovetail.ops.norm import layer_norm as reference_layer_norm
@@ -115,3 +119,17 @@ def test_the_kernels_lower_for_a_gpu_without_a_deprecation():
     texts = [lowered(*run) for run in runs]
     assert all("mosaic_gpu" in text for text in texts)
     assert "output_operand_alias" in texts[-1]  # pages are written in place
+
+
+def test_ptxas_is_asked_for_its_version_once(monkeypatch):
+    asked = []
+    extension = SimpleNamespace(_get_ptxas_isa_version=lambda: asked.append(1) or 90)
+    monkeypatch.setitem(sys.modules, "jax._src.lib.mosaic_gpu", SimpleNamespace(_mosaic_gpu_ext=extension))
+    ask_ptxas_once()
+    assert [extension._get_ptxas_isa_version() for _ in range(3)] == [90] * 3 and len(asked) == 1
+
+
+@pytest.mark.parametrize("bindings", [None, SimpleNamespace()], ids=["absent", "another jax"])
+def test_a_jax_that_does_not_ask_is_left_alone(bindings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax._src.lib.mosaic_gpu", bindings)
+    ask_ptxas_once()
