@@ -9,7 +9,7 @@ CODE := dovetail tests benchmarks examples
 PYTEST_ARGS ?= -n 3 --dist loadscope
 # uv, where it is installed, resolves and unpacks in a fraction of pip's time.
 UV := $(shell command -v uv 2>/dev/null)
-# Without --no-compile pip compiles each module of 3 GB of packages, which takes longer than all the rest.
+# pip would compile the modules of 3 GB of packages on one core, which takes longer than all the rest.
 INSTALL := $(if $(UV),$(UV) pip install --python $(PY),$(PY) -m pip install --no-compile)
 
 # Tests start hundreds of processes that import the package: each would compile its sources again.
@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --quiet --upgrade pip  # resolves in half the time that Python 3.11's own takes
 	$(INSTALL) --quiet --editable '.[dev]'
+	-@$(PY) -m compileall -qq -j 0 $(VENV)/lib  # some packages have templates that do not compile
 	@touch $@
 
 style: $(STAMP)

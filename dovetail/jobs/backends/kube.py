@@ -46,7 +46,7 @@ class KubeNamespace:
         """Create an object; return False if its name exists."""
         with _translated_errors(f"create {body['kind']} {body['metadata']['name']}"):
             try:
-                self._calls(body["kind"], "create")(body=body, _request_timeout=self._timeout)
+                self._plain(self._calls(body["kind"], "create")(body=body, _request_timeout=self._timeout))
             except Exception as error:
                 if _status(error) != 409:
                     raise
@@ -95,8 +95,11 @@ class KubeNamespace:
                     raise
         return b""
 
-    def _plain(self, found: Any) -> Any:
-        return self._apis[2].sanitize_for_serialization(found)
+    def _plain(self, found: Any) -> dict[str, Any]:
+        plain = self._apis[2].sanitize_for_serialization(found)
+        if not (isinstance(plain, dict) and plain):  # before version 37 the client takes a proxy's page for an answer
+            raise ValueError(f"the answer must be an object, got {str(plain)[:80]!r}")
+        return plain
 
     def _calls(self, kind: str, verb: str) -> Callable[..., Any]:
         core, custom, _ = self._apis
