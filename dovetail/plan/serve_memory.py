@@ -389,8 +389,11 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
 
 
 def expected_pages(room: int, page_bytes: int, estimate: int, most: int) -> int:
-    """Return the pages that should fit beside a step of about `estimate` bytes, which may need a quarter more."""
-    pages = min((room - estimate * 5 // 4) // page_bytes, most)
+    """Return the pages that should fit beside a step of about `estimate` bytes, which may need a quarter more.
+
+    They take at least half of the room: a small device may have room for the step, but not for its estimate.
+    """
+    pages = min(max(room - estimate * 5 // 4, room // 2) // page_bytes, most)
     return most if pages == most else max(1, round_pages(pages))
 
 

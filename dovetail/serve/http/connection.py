@@ -83,8 +83,8 @@ class HttpConnection(HttpToolsProtocol):
         self._limit_closing()
 
     def _limit_closing(self) -> None:
-        """Start the timer if the connection closes: until all is written, which needs a client that reads."""
-        if self.transport.is_closing() and self._stall is None:
+        """Start the timer if the connection is closing: it ends when all is written, for which the client must read."""
+        if self.transport.is_closing() and self in self.connections and self._stall is None:
             self._stall = self.loop.call_later(STALL_SECONDS, self.transport.abort)
 
     def _stop_stall(self) -> None:
@@ -134,14 +134,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._too_late)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _too_late(self) -> None:
+    def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
             self._limit_closing()
@@ -155,11 +155,10 @@ class HttpConnection(HttpToolsProtocol):
         self._refused = True
         self._stop_timer()
         if not self._is_idle:
-            self.transport.close()
-            self._limit_closing()
+            self._close()
             return
         answer = error.response("")
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         head += [name + b": " + value for name, value in answer.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(answer.body)]))
-        self.loop.call_later(CLOSE_SECONDS, self.transport.close)
+        self.loop.call_later(CLOSE_SECONDS, self._close)
