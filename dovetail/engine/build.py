@@ -6,14 +6,12 @@ AbstractEngine has the same steps, compiled for devices that are not here, for `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.errors import JaxRuntimeError
 
 from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
@@ -25,11 +23,13 @@ from dovetail.engine.device.adapters import adapters_for, check_adapters, with_a
 from dovetail.engine.device.batch import LEAST_TOKENS, Buckets, Shape
 from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape
 from dovetail.engine.device.following import with_draft
+from dovetail.engine.device.kernels import prepare_kernels
 from dovetail.engine.device.programs import Programs, ProgramShape
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.device.torch_runner import TorchRunner
 from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
+from dovetail.engine.pages import StepsAhead, pages_that_fit, warms_up
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.schedule.step_time import Pace
 from dovetail.engine.spec.draft_weights import draft_choices, load_draft_of, open_draft_of, outline_draft_of
@@ -45,22 +45,11 @@ from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes, why_not_ragged
 from dovetail.ops.quant.weight import abstract_weight, is_quantized
 from dovetail.plan.prediction import chip_here
-from dovetail.plan.serve_memory import (
-    USABLE,
-    bytes_beside,
-    coarse_pages,
-    expected_pages,
-    largest_item,
-    num_pages,
-    pool_bytes,
-    round_pages,
-    step_estimate,
-)  # fmt: skip
+from dovetail.plan.serve_memory import USABLE, largest_item
 
 if TYPE_CHECKING:
     from dovetail.interop.torch.language_model import TorchLanguageModel
 
-SETTLED = 0.96  # the share of the pages that fit, from which on an expected number of pages is kept
 CPU_SIZES: dict[str, Any] = dict(  # fields of Buckets on a CPU, where padding costs time
     few_rows=(1, 2), least_rows=8, least_tokens=LEAST_TOKENS, tokens_a_row=1024, halves=False, few_hidden=False,
 )  # fmt: skip
@@ -129,14 +118,16 @@ def build_engine(
     params = adapters.join(params)
     buckets, page_size = programs.buckets, programs.page_size
     devices = list(placement.mesh.local_mesh.devices.flat) if placement else ()
-    pages = pages_that_fit(programs, with_draft(adapters.on(params), draft_params), options, devices)
+    prepare_kernels(programs.platform, bool(formats_of(params)))  # a step from disk calls them without tracing
+    ahead = StepsAhead(programs, with_draft(adapters.on(params), draft_params), warms_up(options))
+    pages = pages_that_fit(programs, ahead.params, options, devices, ahead.compile)
     limits = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
         options.enable_prefix_caching, options.scheduling_policy,
         encoder_rows=programs.encoder.rows if programs.encoder else 0,
         whole_images=bool(cfg.vision and cfg.vision.block_mask),
     )  # fmt: skip
-    runner = Runner(programs, Weights(params), pages, adapters, draft_params)
+    runner = Runner(programs, Weights(params), pages, adapters, draft_params, ahead.settled(pages))
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
     speculator = speculator_of(config, buckets.drafts)
     return Engine(runner, Scheduler(limits), tokenizer, options.seed, options.max_decode_steps, pace, speculator)
@@ -161,7 +152,7 @@ def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs)
 
     Return None elsewhere, and if `max_num_batched_tokens` is given.
     """
-    if not _is_cpu(programs) or options.max_num_batched_tokens:
+    if not programs.on_cpu or options.max_num_batched_tokens:
         return None
     chip = chip_here(programs.devices[0])
     return flops_per_token(cfg) / chip.bf16 if chip else None
@@ -256,70 +247,6 @@ def page_size_for(options: EngineOptions, max_len: int, platform: str | None = N
             )
         size *= 2
     return size
-
-
-def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devices: Sequence[Any] = ()) -> int:
-    """Return how many pages the pool gets beside the weights, which may be abstract, and the largest step."""
-    most, first = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
-    page_bytes = held_bytes(programs.pages(2)) - first
-    scratch = first - page_bytes  # the page more that a draft model has
-    if options.kv_cache_memory_bytes is not None:
-        return num_pages(options.kv_cache_memory_bytes - scratch, page_bytes, programs.page_size, most)
-    if programs.cfg.scored:  # a reward model uses no pages: the fewest that a pool may have
-        return programs.buckets.max_pages
-    room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
-    room -= scratch + held_bytes(programs.features)
-    if not on_cpu:
-        return _measured_pages(programs, params, room, page_bytes, most)
-    pages = num_pages(room, page_bytes, programs.page_size, most)
-    return most if pages == most else _kept_pages(programs, params, pages, most)
-
-
-def _measured_pages(programs: Programs, params: Any, room: int, page_bytes: int, most: int) -> int:
-    """Return how many pages fit beside the largest step.
-
-    The step is compiled for the pages that should fit by an estimate of its bytes. If they do, and hardly more would,
-    these are the pages, and the engine need not compile its slowest program again for another number.
-    """
-    tensor = programs.placement.mesh.shape["tensor"] if programs.placement else 1
-    itemsize = programs.compute.dtype.itemsize
-    estimate = step_estimate(
-        programs.cfg, tensor, programs.buckets.largest().tokens, programs.buckets.max_rows, itemsize
-    )
-    layer_bytes = max(held_bytes(layer) for layer in programs.pages(1))
-    measure = functools.partial(programs.step_memory, params)
-    copies = functools.partial(programs.copies_pages, params)
-    expected = expected_pages(room, page_bytes, estimate, most)
-    try:
-        step_bytes, copied = bytes_beside(expected, room, page_bytes, layer_bytes, most, measure, copies)
-    except JaxRuntimeError as error:  # libtpu compiles no program that does not fit
-        if "RESOURCE_EXHAUSTED" not in str(error) or expected == 1:
-            raise
-        half = expected // 2
-        step_bytes, copied = bytes_beside(half, room, page_bytes, layer_bytes, most, measure, copies)
-    pages = num_pages(room - step_bytes, page_bytes + copied, programs.page_size, most)
-    if pages == most:
-        return most
-    return expected if SETTLED * pages <= expected <= pages else round_pages(pages)
-
-
-def _kept_pages(programs: Programs, params: Any, pages: int, most: int) -> int:
-    """Return `pages` rounded coarsely, or a count next to it that an earlier start compiled its steps for.
-
-    The page count is part of a program's shape, and the available memory differs from start to start.
-    """
-    choices = [min(most, count) for count in coarse_pages(pages)]
-    shapes = [shape for shape in programs.buckets.first() if shape.tokens]  # a sampler does not depend on pages
-
-    def is_kept(count: int) -> bool:
-        pool = programs.pages(count)
-        return any(programs.of(shape, params, pool).is_kept for shape in shapes)
-
-    return next(filter(is_kept, choices), choices[0])
-
-
-def _is_cpu(programs: Programs) -> bool:
-    return programs.devices[0].platform == "cpu"
 
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:

@@ -31,6 +31,7 @@ from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.engine import Engine
 from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.pages import warms_up
 from dovetail.engine.request.images import ImageReader
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
@@ -177,7 +178,7 @@ class LLM:
         began = time.perf_counter()
         if config.scored:
             pass  # it takes no steps: a score is a forward pass, compiled when a prompt of its length first comes
-        elif options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
+        elif warms_up(options):
             with compiling(self.describe(), progress) as report:
                 self.runner.warm_up(self.engine.sampler, report)
         else:

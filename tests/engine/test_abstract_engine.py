@@ -13,7 +13,7 @@ from vision_models import vision_reference
 
 from dovetail.core.compute import compute_of
 from dovetail.core.spec import held_bytes
-from dovetail.engine import build
+from dovetail.engine import build, pages
 from dovetail.engine.build import abstract_engine
 from dovetail.engine.device.encoder import EncoderShape
 from dovetail.engine.device.programs import Programs
@@ -21,7 +21,7 @@ from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
-from dovetail.plan.serve_memory import bytes_beside, step_estimate
+from dovetail.plan.serve_memory import bytes_beside, sampler_bytes, step_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -154,13 +154,13 @@ class Measured:
         self.page_bytes = held_bytes(programs.pages(2)) - held_bytes(programs.pages(1))
         self.room = room * self.estimate
 
-        def measure(_programs, _params, pages):
+        def measure(_programs, _compile, pages):
             self.asked.append(pages)
-            return step_bytes(self)
+            return step_bytes(self) - sampler_bytes(programs.buckets.max_rows, programs.cfg.vocab)
 
         monkeypatch.setattr(Programs, "step_memory", measure)
         monkeypatch.setattr(Programs, "copies_pages", lambda *_: False)
-        self.pages = build._measured_pages(programs, None, self.room, self.page_bytes, most=10**9)
+        self.pages = pages._measured_pages(programs, lambda *_: None, self.room, self.page_bytes, most=10**9)
 
     def fills(self, room: int) -> bool:
         return 0.98 * room < self.pages * self.page_bytes <= room
@@ -205,4 +205,5 @@ def test_a_copied_pool_is_read_from_the_program():
 def test_the_largest_step_copies_no_pages():
     options = EngineOptions.of(OPTIONS | dict(kv_cache_memory_bytes=2**20, dtype="f32"))
     made = abstract_engine(config(kv_cache_memory_bytes=2**20), options, jax.devices())
-    assert made.programs.copies_pages(made.params, made.pages) is False
+    compile = lambda shape, pages: made.programs.compile(shape, made.params, pages)  # noqa: E731
+    assert made.programs.copies_pages(compile, made.pages) is False

@@ -14,8 +14,9 @@ from tpu.families import FAMILIES
 from dovetail.core.compute import compute_of
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import abstract
-from dovetail.engine.build import AbstractEngine, pages_that_fit, programs_for
+from dovetail.engine.build import AbstractEngine, programs_for
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.pages import pages_that_fit
 from dovetail.models.publish import serving_spec
 from dovetail.models.registry import parse_config
 

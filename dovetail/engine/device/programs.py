@@ -47,10 +47,11 @@ from dovetail.models.draft.draft import DraftModel
 from dovetail.models.spec import VISION
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.hlo import copies_of, read
-from dovetail.plan.serve_memory import feature_width, sampler_bytes
+from dovetail.plan.serve_memory import feature_width
 
 log = logging.getLogger(__name__)
 ProgramShape = Shape | EncoderShape
+Compile = Callable[[ProgramShape, int], Any]  # from a shape and a number of pages to the compiled step
 TRIM_SECONDS = 1.0  # of compilation, from which on the compiler's memory is returned to the system
 MOST_PADDING = 4  # a program with up to this many times a step's tokens is used while the step's own is compiled
 
@@ -171,6 +172,15 @@ class Programs:
         return [self.absent] if self.absent else jax.devices()[:1]
 
     @property
+    def on_cpu(self) -> bool:
+        """Return whether the programs run on a CPU."""
+        return self.devices[0].platform == "cpu"
+
+    def all_shapes(self) -> list[ProgramShape]:
+        """Return every shape that a plan can have, those that take longest to compile first."""
+        return [*(self.encoder.usual() if self.encoder else ()), *self.buckets.usual()]
+
+    @property
     def followed(self) -> Any:
         """Return the abstract arrays of the draft model's state."""
         return abstract_followed(self.draft, self.buckets.max_rows, self.compute.dtype, self.everywhere)
@@ -246,24 +256,20 @@ class Programs:
         with self.device_kind():
             return program.compile(more)
 
-    def step_memory(self, params: Any, pages: int) -> int:
-        """Return the bytes that the largest step needs beside weights and pages, with the sampler's tables.
+    def step_memory(self, compile: Compile, pages: int) -> int:
+        """Return the bytes that the largest step needs beside weights, pages and the sampler's tables.
 
         The encoder runs between steps, so that its largest call counts if it needs more than the step.
         """
         largest: list[ProgramShape] = [self.buckets.largest(), *([self.encoder.largest()] if self.encoder else [])]
-        compiled = max(self._beside(shape, params, pages) for shape in largest)
-        return int(compiled + sampler_bytes(self.buckets.max_rows, self.cfg.vocab))
+        found = [compile(shape, pages).memory_analysis() for shape in largest]
+        return max(x.temp_size_in_bytes + x.output_size_in_bytes - x.alias_size_in_bytes for x in found)
 
-    def copies_pages(self, params: Any, pages: int) -> bool:
+    def copies_pages(self, compile: Compile, pages: int) -> bool:
         """Return whether the largest step with `pages` pages copies those of a layer; True if it cannot be read."""
-        text = self.compile(self.buckets.largest(), params, pages).as_text()
+        text = compile(self.buckets.largest(), pages).as_text()
         module = read(text or "")
         return not text or any(copies_of(module, dims) for dims in self.local_pools(pages))
-
-    def _beside(self, shape: ProgramShape, params: Any, pages: int) -> int:
-        found = self.compile(shape, params, pages).memory_analysis()
-        return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
     def device_kind(self) -> Any:
         """Return a context for one absent device, in which kernels can ask which TPU it is."""
@@ -304,17 +310,29 @@ class CompiledSteps:
     """Manage an engine's compiled steps by shape; any thread may use it.
 
     Args:
-        program: Returns the program of a shape; a method of the runner.
+        program: Returns the program of a shape.
         devices: The devices to run on.
     """
 
     def __init__(self, program: Callable[[ProgramShape], StepProgram], devices: list[Any]):
-        # weak: a runner that is dropped frees its device memory at once, not at the next garbage collection
-        self._program, self._devices = weakref.WeakMethod(program), devices
+        self._program: Callable[[], Callable[[ProgramShape], StepProgram] | None] = lambda: program
+        self._devices = devices
         self._futures: dict[ProgramShape, Future] = {}
         self._lock = threading.Lock()
         self.compilations = Compilations()
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
+
+    def belong_to(self, program: Callable[[ProgramShape], StepProgram]) -> None:
+        """Take programs from this method of a runner from now on.
+
+        The reference is weak: a runner that is dropped frees its device memory at once, not at the next garbage
+        collection.
+        """
+        self._program = weakref.WeakMethod(program)
+
+    def cancel(self) -> None:
+        """Drop what has not begun to compile."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
         return len(self._futures)

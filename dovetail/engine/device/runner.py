@@ -26,7 +26,6 @@ from dovetail.engine.device.arrays import abstract_of, is_abstract, zeros_of
 from dovetail.engine.device.batch import Packer, Shape
 from dovetail.engine.device.encoder import Encoded, EncoderShape, pack_items
 from dovetail.engine.device.following import Followed, with_draft
-from dovetail.engine.device.kernels import prepare_kernels
 from dovetail.engine.device.programs import CompiledSteps, Programs, ProgramShape, StepProgram, limits_of, without_tower
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
@@ -161,7 +160,13 @@ class Runner:
     """Run plans with one set of weights and one KV pool."""
 
     def __init__(
-        self, programs: Programs, weights: Weights, num_pages: int, adapters: Adapters, draft: Params | None = None
+        self,
+        programs: Programs,
+        weights: Weights,
+        num_pages: int,
+        adapters: Adapters,
+        draft: Params | None = None,
+        steps: CompiledSteps | None = None,
     ):
         self.programs, self.adapters, self.draft = programs, adapters, draft
         self.weights, self._formats = weights, formats_of(weights.params)
@@ -170,8 +175,8 @@ class Runner:
         self.packer = Packer(self.buckets.max_rows)
         self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may need is compiled
         self._allocate()
-        prepare_kernels(self.platform, bool(self._formats))  # a step from disk calls them without tracing
-        self.steps = CompiledSteps(self._program, programs.devices)
+        self.steps = steps or CompiledSteps(self._program, programs.devices)
+        self.steps.belong_to(self._program)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 
     def _allocate(self) -> None:
@@ -370,7 +375,8 @@ class Runner:
         H200).
         """
         shapes, encoders = self.buckets.usual(), self.programs.encoder.usual() if self.programs.encoder else []
-        self.steps.all([*encoders, *shapes], progress)
+        self._compile_score()
+        self.steps.all(self.programs.all_shapes(), progress)
         for shape in encoders:
             self._run_encoder(shape, [])
         for shape in shapes:
