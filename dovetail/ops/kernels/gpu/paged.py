@@ -28,6 +28,7 @@ from dovetail.ops.packed import MASKED
 from dovetail.ops.paged import tiles_of
 
 LOG2E = math.log2(math.e)
+ENOUGH = 512  # programs that fill an H200, four per multiprocessor
 
 
 OPTIONS = (
@@ -107,11 +108,14 @@ def _rows(decode: bool, group: int, exact: bool) -> int:
 
 
 def _splits(programs: int, max_keys: int, decode: bool) -> int:
-    """Return enough splits to fill the chip, each with some keys: joining them takes one more kernel."""
-    if not decode:
+    """Return enough splits to fill the chip, each with some keys: joining them takes one more kernel.
+
+    A batch may have half as many sequences as rows, and few of them long.
+    """
+    if not decode or programs >= ENOUGH:
         return 1
-    wanted, room = -(-132 // programs), max(1, max_keys // 192)
-    return min(1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1), 32)
+    wanted, room = 2 * ENOUGH // programs, max(1, max_keys // 192)
+    return min(1 << (wanted.bit_length() - 1), 1 << (room.bit_length() - 1), 32)
 
 
 def _kernel(
