@@ -19,7 +19,7 @@ from dovetail.core.types import Context, Packed, Paged, Params
 from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.ops.adapter import of_rows
 from dovetail.ops.linear import gated, matmul
-from dovetail.ops.moe import RouterStats, experts, route, router_stats
+from dovetail.ops.moe import RouterStats, experts, route, route_step, router_stats
 from dovetail.ops.norm import add_rms_norm, rms_norm
 from dovetail.ops.quant.weight import is_quantized
 
@@ -118,8 +118,12 @@ def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Arra
         router_x, router = router_x.astype(jnp.float32), router.astype(jnp.float32)
     # sums in f32: two experts' scores may differ by less than bf16 resolves
     logits = matmul(router_x, router, p.get("router_bias"), out_dtype=jnp.float32)
-    weights, chosen = route(moe.router, logits, p.get("choice_bias"))
-    stats = router_stats(moe.router, logits, chosen, ctx.segment_ids > 0) if isinstance(ctx, Packed) else None
+    bias, stats = p.get("choice_bias"), None
+    if isinstance(ctx, Packed):
+        weights, chosen = route(moe.router, logits, bias)
+        stats = router_stats(moe.router, logits, chosen, ctx.segment_ids > 0)
+    else:
+        weights, chosen = route_step(moe.router, logits, bias, ctx.placement, ctx.platform)
     if moe.scaled_router:
         weights = weights * p["expert_scale"][chosen]
     out = experts(x, weights, chosen, p["experts"], moe.glu, ctx.placement, ctx.platform)

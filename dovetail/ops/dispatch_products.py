@@ -105,6 +105,23 @@ def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placemen
     return few_token_packed_experts
 
 
+def router_kernel(
+    router: Any, logits: Any, bias: Any, platform: str | None, placement: Placement | None
+) -> Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]] | None:
+    """Return the kernel from a router (ops.moe.Router) and logits [T, E] to weights and experts; None for `route`.
+
+    It has no gradient.
+    """
+    if not is_one_gpu(platform, placement) or not is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.mosaic.routing import route_top_k, why_not_top_k
+
+    if why_not_top_k(router, logits, bias):
+        return None
+    log_once("router", "mosaic")
+    return route_top_k
+
+
 # --- quantised --------------------------------------------------------------------------------------------------------
 
 

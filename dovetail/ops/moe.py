@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
-from dovetail.ops.dispatch_products import experts_kernel
+from dovetail.ops.dispatch_products import experts_kernel, router_kernel
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
@@ -73,6 +73,18 @@ def route(router: Router, logits: jax.Array, bias: jax.Array | None = None) -> t
     elif router.normalize:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return weights * router.scale, chosen
+
+
+def route_step(
+    router: Router,
+    logits: jax.Array,
+    bias: jax.Array | None = None,
+    placement: Placement | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return what `route` does in a step of the engine, which needs no gradient: by a kernel where there is one."""
+    kernel = router_kernel(router, logits, bias, platform, placement)
+    return kernel(router, logits) if kernel else route(router, logits, bias)
 
 
 def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:

@@ -24,6 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dovetail.ops.kernels.gpu.mosaic.routing import Sizes, arrangement
+
 FEW = 512  # tokens of a step, at most: with more, grouped products are as fast (benchmarks/experts.py)
 ROWS, INNER = 64, 64  # of a weight's tile in shared memory
 CHUNK = 8  # tokens that are stored at once
@@ -95,29 +97,36 @@ def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
 
 
 def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int = MAX_TOKENS, slack: float = SLACK) -> Tiles:
-    """Return the tokens in the order of their experts, and their tiles, of at most `most` tokens.
+    """Return the tokens in the order of their experts, and their tiles, of at most `most` tokens."""
+    T, k = chosen.shape
+    sizes = Sizes(T, k, E, tokens_of_tile(T * k, E, most, slack), CHUNK)
+    table, row, token = arrangement(sizes, functools.partial(places, sizes=sizes))(chosen)
+    return Tiles(x[token], table, row, sizes.N, sizes.rows)
+
+
+def places(chosen: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the table of the tiles, the rows of the tokens, and the token of each row, or 0, from chosen [T, k].
 
     Positions are counted by comparing all pairs: a sort is several kernels.
     """
-    T, k = chosen.shape
-    M, N = T * k, tokens_of_tile(T * k, E, most, slack)
+    _, k, E, N, chunk = sizes
+    M = sizes.M
     flat = chosen.reshape(-1).astype(jnp.int32)
     pair, expert = jnp.arange(M, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
     count = functools.partial(jnp.sum, axis=1, dtype=jnp.int32)
-    sizes = count(flat == expert[:, None])
+    size = count(flat == expert[:, None])
     within = count((flat == flat[:, None]) & (pair < pair[:, None]))
     before = expert < expert[:, None]
-    starts = count(jnp.where(before, -(-sizes // CHUNK) * CHUNK, 0))
-    first_tile = count(jnp.where(before, -(-sizes // N), 0))
-    tile = jnp.arange(min(E, M) + M // N, dtype=jnp.int32)  # as many as there can be
+    starts = count(jnp.where(before, -(-size // chunk) * chunk, 0))
+    first_tile = count(jnp.where(before, -(-size // N), 0))
+    tile = jnp.arange(sizes.tiles, dtype=jnp.int32)
     owner = count(first_tile <= tile[:, None]) - 1
     offset = (tile - first_tile[owner]) * N
     first = starts[owner] + offset
-    table = jnp.stack([owner, first, first, jnp.clip(sizes[owner] - offset, 0, N)])
+    table = jnp.stack([owner, first, first, jnp.clip(size[owner] - offset, 0, N)])
     row = starts[flat] + within
-    R = pl.cdiv(M + (CHUNK - 1) * min(E, M), CHUNK) * CHUNK
-    token = jnp.zeros(R, jnp.int32).at[row].set(pair // k, unique_indices=True)  # rows of no pair are not written back
-    return Tiles(x[token], table, row.reshape(T, k), N, R)
+    token = jnp.zeros(sizes.rows, jnp.int32).at[row].set(pair // k, unique_indices=True)
+    return table, row.reshape(chosen.shape), token  # rows of no pair are not written back
 
 
 def tokens_of_tile(M: int, E: int, most: int, slack: float) -> int:
