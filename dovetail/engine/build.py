@@ -127,7 +127,7 @@ def build_engine(
         encoder_rows=programs.encoder.rows if programs.encoder else 0,
         whole_images=bool(cfg.vision and cfg.vision.block_mask),
     )  # fmt: skip
-    runner = Runner(programs, Weights(params), pages, adapters, draft_params, ahead.settled(pages))
+    runner = Runner(programs, Weights(params), pages, adapters, ahead.settled(pages), draft_params)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
     speculator = speculator_of(config, buckets.drafts)
     return Engine(runner, Scheduler(limits), tokenizer, options.seed, options.max_decode_steps, pace, speculator)

@@ -14,7 +14,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from dovetail.core.spec import held_bytes
-from dovetail.engine.device.arrays import abstract_of
+from dovetail.engine.device.lowering import Lowering, why_not_apart
 from dovetail.engine.device.programs import Compile, CompiledSteps, Programs, ProgramShape
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.serve_memory import (
@@ -47,28 +47,32 @@ class StepsAhead:
 
     def __init__(self, programs: Programs, params: Any, all_steps: bool):
         self.params, self._programs, self._all_steps = params, programs, all_steps
-        self._pages, self._steps = 0, None
+        self._pages = 0
+        self._steps: CompiledSteps | None = None
 
     def compile(self, shape: ProgramShape, pages: int) -> Any:
         """Return a compiled step; with the first page count, all others begin to be compiled."""
         if self._steps is None:
-            of = functools.partial(
-                self._programs.of, params=abstract_of(self.params), cache=self._programs.pages(pages)
-            )
-            self._pages, self._steps = pages, CompiledSteps(of, self._programs.devices)
-            self._steps.later(shape, ahead=True)
-            for other in self._programs.all_shapes() if self._all_steps else ():
-                self._steps.later(other, ahead=True)
+            self._pages, self._steps = pages, self._steps_of(pages)
+            for each in (shape, *(self._programs.all_shapes() if self._all_steps else ())):
+                self._steps.later(each, ahead=True)
         if pages == self._pages:
             return self._steps(shape)
         return self._programs.compile(shape, self.params, pages)
 
-    def settled(self, pages: int) -> CompiledSteps | None:
-        """Return the steps if they have this page count; else drop those that are not compiled yet."""
-        if self._steps is not None and pages != self._pages:
+    def settled(self, pages: int) -> CompiledSteps:
+        """Return the steps with this page count; those of another one that are not compiled yet are dropped."""
+        if self._steps and pages == self._pages:
+            return self._steps
+        if self._steps:
             self._steps.cancel()
-            return None
-        return self._steps
+        return self._steps_of(pages)
+
+    def _steps_of(self, pages: int) -> CompiledSteps:
+        programs, pool = self._programs, self._programs.pages(pages)
+        lowers = self._all_steps and not why_not_apart(programs.placement)
+        of = functools.partial(programs.of, params=programs.abstract(self.params), cache=pool)
+        return CompiledSteps(of, programs.devices, Lowering(programs, self.params, pool) if lowers else None)
 
 
 def pages_that_fit(

@@ -7,6 +7,7 @@ engine's programs by shape: read from disk if an earlier start kept them, else c
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -29,6 +30,7 @@ from dovetail.core.reporter import NOTE
 from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
 from dovetail.engine.device.encoder import EncoderBuckets, EncoderShape, run_encoder
 from dovetail.engine.device.following import abstract_followed
+from dovetail.engine.device.lowering import Lowering
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import (
     DeviceState,
@@ -83,10 +85,17 @@ class StepProgram(NamedTuple):
     static: dict[str, Any]
     options: Any  # XLA's
 
-    def compile(self, more: Mapping[str, Any] | None = None) -> Any:
-        """Compile it now; `more` are further options of XLA."""
+    def compile(self, more: Mapping[str, Any] | None = None, lowering: Lowering | None = None) -> Any:
+        """Compile it now.
+
+        Args:
+            more: Further options of XLA.
+            lowering: Lowers it in another process, if it can.
+        """
         options = {**(self.options or {}), **(more or {})}
-        return self.function.lower(*self.abstract, **self.static).compile(compiler_options=options or None)
+        lowered = lowering.lower(self) if lowering else None
+        lowered = lowered or self.function.lower(*self.abstract, **self.static)
+        return lowered.compile(compiler_options=options or None)
 
     @property
     def key(self) -> str:
@@ -112,13 +121,20 @@ class StepProgram(NamedTuple):
         images = " with images" if shape.images else ""
         return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}{images}"
 
-    def load_or_compile(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
+    def load_or_compile(
+        self,
+        devices: list[Any],
+        ahead: bool,
+        counts: Compilations | None = None,
+        lowering: Lowering | None = None,
+    ) -> Any:
         """Read it from disk if it was kept, else compile and keep it.
 
         Args:
             devices: The devices to run on.
             ahead: Whether no request waits for it yet, so that it is logged at a lower level.
             counts: Counts the compilation.
+            lowering: Lowers it in another process, if it can.
         """
         key, counts = self.key, counts or Compilations()
         step = load_program(key, devices)
@@ -127,7 +143,7 @@ class StepProgram(NamedTuple):
             log.log(level, "compiling %s; it is kept for later starts", self.title)
             counts.begin()
             start = time.perf_counter()
-            step = compile_program(key, self.compile)
+            step = compile_program(key, functools.partial(self.compile, lowering=lowering))
             counts.end(seconds := time.perf_counter() - start)
             log.log(level, "compiled %s in %.1f s", self.title, seconds)
             if seconds > TRIM_SECONDS:
@@ -202,7 +218,7 @@ class Programs:
         with self.device_kind():
             pages = abstract_cache(self.cfg.layers, count, *shape, kv=self.kv_cache_dtype)
             own = abstract_cache(self.draft.layers, count + 1, *shape) if self.draft else ()
-            return self._abstract((*pages, *own))
+            return self.abstract((*pages, *own))
 
     def local_pools(self, count: int) -> list[tuple[int, ...]]:
         """Return the shapes of the layers' pages on one device."""
@@ -214,7 +230,7 @@ class Programs:
         if isinstance(shape, EncoderShape):
             return self._encode(shape, params)
         array, slots = self._array, self.buckets.max_rows + 1
-        params, cache = self._abstract(without_tower(params)), self._abstract(cache)
+        params, cache = self.abstract(without_tower(params)), self.abstract(cache)
         last, tables = array((slots,)), array((slots, self.buckets.max_pages))
         history: Any = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
         flat = array((shape.size,))
@@ -240,7 +256,7 @@ class Programs:
         tower, N, P = self.cfg.vision.tower, shape.items, shape.patches
         patches, positions = self._array((N, P, tower.patch_dim), jnp.uint8), self._array((N, P, 2))
         rows = self._array((N, P // tower.patches_per_feature))
-        inputs = self._abstract(params[VISION]), self.features, patches, positions, rows
+        inputs = self.abstract(params[VISION]), self.features, patches, positions, rows
         static: dict[str, Any] = dict(tower=tower, compute=self.compute, platform=self.platform)
         options = compile_options(self.platform, N * P)
         return StepProgram(shape, run_encoder, inputs, static | dict(placement=self.placement), options)
@@ -278,7 +294,9 @@ class Programs:
         kind = AbstractDevice(self.absent.device_kind, num_cores=1, platform=self.absent.platform)
         return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
 
-    def _abstract(self, tree: Any) -> Any:
+    def abstract(self, tree: Any) -> Any:
+        """Return the same tree as steps are compiled for it, without arrays."""
+
         def one(x: Any) -> Any:  # while the engine sleeps, x is abstract already
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self.placement else self.everywhere)
 
@@ -312,15 +330,20 @@ class CompiledSteps:
     Args:
         program: Returns the program of a shape.
         devices: The devices to run on.
+        lowering: Lowers the programs in other processes.
     """
 
-    def __init__(self, program: Callable[[ProgramShape], StepProgram], devices: list[Any]):
+    def __init__(
+        self, program: Callable[[ProgramShape], StepProgram], devices: list[Any], lowering: Lowering | None = None
+    ):
         self._program: Callable[[], Callable[[ProgramShape], StepProgram] | None] = lambda: program
-        self._devices = devices
+        self._devices, self._lowering = devices, lowering
         self._futures: dict[ProgramShape, Future] = {}
         self._lock = threading.Lock()
         self.compilations = Compilations()
-        self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
+        cores = os.cpu_count() or 2
+        threads = cores if lowering else cores // 2  # those that wait for another process use no core
+        self._pool = ThreadPoolExecutor(max(2, threads), thread_name_prefix="compile")
 
     def belong_to(self, program: Callable[[ProgramShape], StepProgram]) -> None:
         """Take programs from this method of a runner from now on.
@@ -333,6 +356,13 @@ class CompiledSteps:
     def cancel(self) -> None:
         """Drop what has not begun to compile."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that lower programs; what is compiled later is lowered in this one."""
+        if self._lowering:
+            self._lowering.close()
+            self._lowering = None
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -351,7 +381,7 @@ class CompiledSteps:
     def _get(self, shape: ProgramShape, ahead: bool) -> Any:
         program = self._program()
         assert program is not None, "its runner is gone"
-        return program(shape).load_or_compile(self._devices, ahead, self.compilations)
+        return program(shape).load_or_compile(self._devices, ahead, self.compilations, self._lowering)
 
     def all(self, shapes: Iterable[ProgramShape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile or load all of these, and wait for them."""

@@ -165,8 +165,8 @@ class Runner:
         weights: Weights,
         num_pages: int,
         adapters: Adapters,
+        steps: CompiledSteps,
         draft: Params | None = None,
-        steps: CompiledSteps | None = None,
     ):
         self.programs, self.adapters, self.draft = programs, adapters, draft
         self.weights, self._formats = weights, formats_of(weights.params)
@@ -175,8 +175,8 @@ class Runner:
         self.packer = Packer(self.buckets.max_rows)
         self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may need is compiled
         self._allocate()
-        self.steps = steps or CompiledSteps(self._program, programs.devices)
-        self.steps.belong_to(self._program)
+        self.steps = steps
+        steps.belong_to(self._program)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 
     def _allocate(self) -> None:
@@ -377,6 +377,7 @@ class Runner:
         shapes, encoders = self.buckets.usual(), self.programs.encoder.usual() if self.programs.encoder else []
         self._compile_score()
         self.steps.all(self.programs.all_shapes(), progress)
+        self.steps.close()
         for shape in encoders:
             self._run_encoder(shape, [])
         for shape in shapes:
