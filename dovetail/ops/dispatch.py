@@ -49,7 +49,6 @@ NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attent
 CUDNN_DIM, HOPPER_DIM = 128, 256  # of a head, at most, in packed attention
 MASKED_ROW = 8192  # tokens of a row with a mask in memory for cuDNN, at most
 FEW_TOKENS = 8  # per sequence: decode, and the verification of drafts
-TIMED_PRODUCTS = 8  # kernels of cuBLAS for each product that XLA times when an engine starts
 NORM_VALUES = 1 << 18  # of a residual stream that one thread of a CPU normalises, at most: XLA uses all threads
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -414,17 +413,6 @@ def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
     """
     on_gpu = (platform or jax.default_backend()) in NVIDIA
     return {"xla_gpu_enable_triton_gemm": False} if on_gpu and tokens > 8 else None
-
-
-def engine_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
-    """Return XLA's options for a step of an engine, which is compiled beside three dozen others.
-
-    cuBLAS offers dozens of kernels for a product, the likely ones first. To time them all, the steps of a start wait
-    for each other, because there is one GPU.
-    """
-    if (platform or jax.default_backend()) not in NVIDIA:
-        return compile_options(platform, tokens)
-    return {"xla_gpu_autotune_max_solutions": TIMED_PRODUCTS, **(compile_options(platform, tokens) or {})}
 
 
 @functools.cache

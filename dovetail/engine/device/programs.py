@@ -47,7 +47,7 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
 from dovetail.models.draft.draft import DraftModel
 from dovetail.models.spec import VISION
-from dovetail.ops.dispatch import engine_options
+from dovetail.ops.dispatch import compile_options
 from dovetail.plan.hlo import copies_of, read
 from dovetail.plan.serve_memory import feature_width
 
@@ -235,7 +235,7 @@ class Programs:
         history: Any = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
         flat = array((shape.size,))
         where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
-        options = engine_options(self.platform, shape.tokens)
+        options = compile_options(self.platform, shape.tokens)
         if not shape.tokens:
             inputs = last, history, self._unsampled(shape), self._asked(shape)
             return StepProgram(shape, run_sampler, inputs, where, options)
@@ -258,7 +258,7 @@ class Programs:
         rows = self._array((N, P // tower.patches_per_feature))
         inputs = self.abstract(params[VISION]), self.features, patches, positions, rows
         static: dict[str, Any] = dict(tower=tower, compute=self.compute, platform=self.platform)
-        options = engine_options(self.platform, N * P)
+        options = compile_options(self.platform, N * P)
         return StepProgram(shape, run_encoder, inputs, static | dict(placement=self.placement), options)
 
     def compile(self, shape: ProgramShape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
