@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import export
@@ -25,6 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from dovetail.core.host import available_memory
 from dovetail.ops.capabilities import Imitated, imitate, is_hopper, is_one_gpu
+from dovetail.ops.dispatch import log_once
 
 log = logging.getLogger(__name__)
 MOST = 8  # processes
@@ -50,6 +51,7 @@ class SerializedStep(NamedTuple):
     fields: dict[str, Any]  # of jax.export.Exported
     results: Any  # a tree of numbers, for its structure
     donated: tuple[int, ...]  # arguments
+    chosen: list[tuple[str, str]]  # operations and their implementations, for `log_once`
 
 
 class Lowering:
@@ -90,6 +92,8 @@ class Lowering:
             self.close()
         if isinstance(reply, str):
             raise RuntimeError(reply)
+        for operation, name in reply.chosen:
+            log_once(operation, name)
         return reply
 
     def close(self) -> None:
@@ -164,7 +168,18 @@ def _lowered(program: Any, module: SerializedStep) -> Any:
 # --- the other process ------------------------------------------------------------------------------------------------
 
 
-def module_of(program: Any) -> SerializedStep:
+class _Chosen(logging.Handler):
+    """Keep what `log_once` logs."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.found: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(cast(Any, record.args))
+
+
+def module_of(program: Any, chosen: list[tuple[str, str]]) -> SerializedStep:
     """Return a StepProgram's module."""
     leaves, structure = jax.tree.flatten(program.abstract)
     found: list[Any] = []
@@ -183,7 +198,7 @@ def module_of(program: Any) -> SerializedStep:
         donated = donated_of(program)
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     del fields["_get_vjp"]
-    return SerializedStep(fields, found[0], donated)
+    return SerializedStep(fields, found[0], donated, chosen)
 
 
 def donated_of(program: Any) -> tuple[int, ...]:
@@ -201,9 +216,12 @@ def main() -> None:
     imitate(setup.device)
     for name, value in setup.settings.items():
         jax.config.update(name, value)
+    logger, kept = logging.getLogger(log_once.__module__), _Chosen()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(kept)
     while shape := _next():
         try:
-            reply = module_of(setup.programs.of(shape, setup.params, setup.pages))
+            reply = module_of(setup.programs.of(shape, setup.params, setup.pages), kept.found)
         except Exception:
             reply = traceback.format_exc()
         pickle.dump(reply, replies)
