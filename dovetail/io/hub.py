@@ -321,6 +321,7 @@ def _not_understood(name: str) -> str:
 
 
 PUBLISHED = {
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",  # in blocks of fp8
     "gemma3-4b": "google/gemma-3-4b-it",
     "gemma3-12b": "google/gemma-3-12b-it",
     "gemma3-27b": "google/gemma-3-27b-it",
@@ -342,7 +343,6 @@ PUBLISHED = {
 }
 # Shipped architectures without weights to serve, and why.
 UNPUBLISHED = {
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3 is published in fp8, which is not loaded: serve a folder with a bf16 copy",
     **dict.fromkeys(("siglip-b16", "tiny-vit", "vit-b16", "vit-s16"), "a model of images alone cannot be served"),
     "tiny": "no weights of it are published: train it (dovetail pretrain tiny) and serve the export of the run",
 }
