@@ -30,13 +30,14 @@ LAYERS = 4
 FLOOR = 4.17  # TB/s of an H200 that a copy reaches
 LEAST_BYTES = 1 << 30  # of the pages of a program
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
-HEADS = {"Llama 8B": (32, 8, 128), "Qwen3 0.6B": (16, 8, 128), "GPT-OSS": (64, 8, 64)}
+HEADS = {"Llama 8B": (32, 8, 128), "Qwen3 0.6B": (16, 8, 128), "GPT-OSS": (64, 8, 64), "Qwen3 30B": (32, 4, 128)}
 # new tokens of each sequence, and the length after them
 STEPS = {
     "512 x 640": ([1] * 512, [640] * 512),
     "64 x 2048": ([1] * 64, [2048] * 64),
     "1 x 32768": ([1], [32768]),
     "64 x 2048, 5 tokens": ([5] * 64, [2048] * 64),
+    "16 of 32 x 7000": ([1] * 16 + [0] * 16, [7000] * 16 + [0] * 16),  # a batch with rows of padding
 }
 RAGGED = {
     "decode": ([1] * 7, [1, 16, 63, 64, 65, 700, 2000]),
@@ -133,7 +134,7 @@ def rate(run: Callable, heads: tuple[int, int, int], step: str, dtype: str, **op
     nbytes = read_bytes(lengths, heads, dtype)
     copies = min(LAYERS, -(-LEAST_BYTES // nbytes))
     pages = rounded(dtype)(inputs(copies * num_pages, 1, heads)[1])
-    qs = [inputs(1, sum(counts), heads, seed)[0] for seed in range(LAYERS)]
+    qs = [inputs(1, max(sum(counts), len(counts)), heads, seed)[0] for seed in range(LAYERS)]
     options["scale"] = heads[2] ** -0.5
 
     @jax.jit
