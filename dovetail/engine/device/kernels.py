@@ -57,7 +57,7 @@ def compile_apart(modules: tuple[tuple[str, ...], ...]) -> None:
 def _importing(modules: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a process that imports these modules."""
     code = "import gc; gc.disable(); "  # it would visit the objects of jax and numba again and again
-    command = sys.executable, "-c", code + "".join(f"import {name};" for name in modules)
+    command = sys.executable, "-P", "-c", code + "".join(f"import {name};" for name in modules)
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

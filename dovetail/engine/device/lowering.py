@@ -114,7 +114,8 @@ class _Process:
 
     def __init__(self, setup: bytes):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-        command = sys.executable, "-c", f"from {__name__} import main; main()"
+        # -P: a file of the working directory does not shadow a module
+        command = sys.executable, "-P", "-c", f"from {__name__} import main; main()"
         pipe = subprocess.PIPE
         self._popen = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._requests: Any = self._popen.stdin
