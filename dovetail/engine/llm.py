@@ -44,11 +44,12 @@ from dovetail.io.images.item import ImagePrompt
 from dovetail.io.images.processor import ImageProcessor
 from dovetail.io.late_tokenizer import LateTokenizer
 from dovetail.io.load import load, open_checkpoint, served_blocks
+from dovetail.io.quantized_folder import formats_of_config
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
 from dovetail.models.draft.draft import DraftModel
-from dovetail.models.formats import rounded_formats, with_formats
+from dovetail.models.formats import Formats, rounded_formats, with_formats
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
@@ -543,17 +544,18 @@ def _dummy(
     cfg = read_config(model)
     check_model(cfg, options)
     compute = compute_of(options.dtype or ("f32" if jax.default_backend() == "cpu" else "bf16"))
-    params = _random(cfg, options, compute.dtype, placement)
+    given, specs = options.quantization, spec(cfg)
+    formats = rounded_formats(specs, given) if given else formats_of_config(model, specs)
+    params = _random(specs, formats, options.seed or 0, compute.dtype, placement)
     return cfg, publish(params, cfg, compute.dtype, placement, take=True), None
 
 
-def _random(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Placement | None) -> Params:
+def _random(specs: Any, formats: Formats, seed: int, dtype: Any, placement: Placement | None) -> Params:
     """Return random weights; quantised ones are made one by one, so that only one of them is there unpacked."""
-    specs, key = spec(cfg), jax.random.key(options.seed or 0)
-    places = placement.shardings(specs) if placement else None
-    if options.quantization is None:
+    key, places = jax.random.key(seed), placement.shardings(specs) if placement else None
+    if not formats:
         return init(specs, key, dtype, shardings=places)
-    specs = with_formats(specs, rounded_formats(specs, options.quantization))
+    specs = with_formats(specs, formats)
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
     made = []
     for i, leaf in enumerate(flat):

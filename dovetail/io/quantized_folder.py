@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from dovetail.core.errors import CheckpointError, UnsupportedError, UserError
 from dovetail.core.formats import Format
 from dovetail.io.quant_config import ACTIVATIONS, METHODS, Arrays, TensorLayout, layout_of, refuse
 from dovetail.io.safetensor_folder import SafetensorFolder
+from dovetail.models.formats import Formats, rounded_formats
+from dovetail.models.registry import read_json
 from dovetail.ops.quant.unpack import unpack
 
 # the name of a module and of one of its tensors; a weight is a module's too
@@ -91,6 +94,26 @@ class QuantizedFolder:
 
 
 _unpack = jax.jit(unpack, static_argnums=0)
+
+
+def formats_of_config(model: str | Path, specs: Any) -> Formats:
+    """Return the formats that `quantization_config` of a model's config.json gives its weights.
+
+    Raises:
+        UserError: They follow from the stored tensors.
+    """
+    path = Path(model)
+    config = read_json(path / "config.json" if path.is_dir() else path).get("quantization_config")
+    if not config:
+        return ()
+    check_config(config, str(model))
+    if config["quant_method"] != "mxfp4":
+        raise UserError(
+            f"{model}: which weights are in {config['quant_method']} follows from the stored tensors, which "
+            "load_format=dummy does not read: choose `quantization`, such as fp8, or none for plain weights",
+            param="quantization",
+        )
+    return tuple((name, form) for name, form in rounded_formats(specs, "mxfp4") if ".experts." in name)
 
 
 def check_config(config: Any, where: str) -> None:

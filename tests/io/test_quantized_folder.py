@@ -262,6 +262,22 @@ def test_gpt_oss_as_published(tmp_path):
     np.testing.assert_allclose(kept.logits([3, 4, 5]), plain.logits([3, 4, 5]), atol=1e-4)
 
 
+def test_random_weights_have_the_formats_of_the_published_ones(tmp_path):
+    """`load_format=dummy` measures the model as it is served; it cannot where the tensors decide."""
+    write_gpt_oss(tmp_path / "m")
+    options = dict(load_format="dummy", dtype="f32", max_num_seqs=2, max_model_len=32, max_num_batched_tokens=16)
+    found = [
+        formats_of(each.runner.weights.params)
+        for each in (LLM(tmp_path / "m", dtype="f32", max_num_seqs=2, max_model_len=32), LLM(tmp_path / "m", **options))
+    ]
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert not formats_of(LLM(tmp_path / "m", quantization="none", **options).runner.weights.params)
+    amend(tmp_path / "m", quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+    with refuses("quantization"):
+        LLM(tmp_path / "m", **options)
+    assert LLM(tmp_path / "m", quantization="none", **options)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout", ["pack-quantized, asymmetric", "gptq", "awq", "bitsandbytes", "fp8 blocks", "gpt-oss"]
