@@ -119,15 +119,15 @@ def build_engine(
     buckets, page_size = programs.buckets, programs.page_size
     devices = list(placement.mesh.local_mesh.devices.flat) if placement else ()
     prepare_kernels(programs.platform, bool(formats_of(params)))  # a step from disk calls them without tracing
-    ahead = StepsAhead(programs, with_draft(adapters.on(params), draft_params), warms_up(options))
-    pages = pages_that_fit(programs, ahead.params, options, devices, ahead.compile)
+    with StepsAhead(programs, with_draft(adapters.on(params), draft_params), warms_up(options)) as ahead:
+        pages = pages_that_fit(programs, ahead.params, options, devices, ahead.compile)
+        runner = Runner(programs, Weights(params), pages, adapters, ahead.settled(pages), draft_params)
     limits = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
         options.enable_prefix_caching, options.scheduling_policy,
         encoder_rows=programs.encoder.rows if programs.encoder else 0,
         whole_images=bool(cfg.vision and cfg.vision.block_mask),
     )  # fmt: skip
-    runner = Runner(programs, Weights(params), pages, adapters, ahead.settled(pages), draft_params)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
     speculator = speculator_of(config, buckets.drafts)
     return Engine(runner, Scheduler(limits), tokenizer, options.seed, options.max_decode_steps, pace, speculator)

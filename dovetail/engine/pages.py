@@ -50,6 +50,13 @@ class StepsAhead:
         self._pages = 0
         self._steps: CompiledSteps | None = None
 
+    def __enter__(self) -> StepsAhead:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind and self._steps:  # Python would wait for all of them before it ends
+            self._steps.cancel()
+
     def compile(self, shape: ProgramShape, pages: int) -> Any:
         """Return a compiled step; with the first page count, all others begin to be compiled."""
         if self._steps is None:

@@ -22,6 +22,8 @@ from reference_models import reference
 
 from dovetail.core.spec import held_bytes
 from dovetail.engine.device import programs
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.programs import CompiledSteps
 from dovetail.engine.options import EngineOptions
 from dovetail.plan import serve_memory
 from dovetail.plan.serve_memory import coarse_pages
@@ -72,6 +74,33 @@ def test_a_second_start_compiles_nothing_though_other_memory_is_available(empty_
             compiled.clear()
     assert pages == [64] * 4 and answers == answers[:1] * 4
     assert not compiled
+
+
+class OneFails:
+    """Imitate programs of which the first one to be compiled fails, and the others take a while."""
+
+    def __init__(self):
+        self.begun = 0
+
+    def __call__(self, shape):
+        return self
+
+    def load_or_compile(self, *_):
+        self.begun += 1
+        if self.begun == 1:
+            raise ValueError("it does not compile")
+        time.sleep(0.2)
+
+
+def test_an_error_drops_the_steps_that_have_not_begun():
+    """Python waits for all work of a pool before it ends: a start that failed, or Ctrl-C, would hang."""
+    shapes = [Shape(2 ** (i % 8), i + 1, 1) for i in range(200)]
+    made = OneFails()
+    with pytest.raises(ValueError, match="does not compile"):
+        CompiledSteps(made, []).all(shapes)
+    begun = made.begun
+    time.sleep(1)
+    assert made.begun <= begun + 2 < 100
 
 
 def test_page_counts_are_coarse_and_never_far_from_what_fits():

@@ -65,7 +65,7 @@ class Lowering:
 
     def __init__(self, programs: Any, params: Any, pages: Any):
         settings = {name: getattr(jax.config, name) for name in SETTINGS}
-        self._setup = pickle.dumps(LoweringSetup(programs, programs.abstract(params), pages, described(), settings))
+        self._setup = LoweringSetup(programs, programs.abstract(params), pages, described(), settings)
         self._room = threading.Semaphore(max(1, min(MOST, (os.cpu_count() or 2) // 2, _processes_that_fit())))
         self._idle: list[_Process] = []
         self._is_closed = False
@@ -106,7 +106,7 @@ class Lowering:
     def _taken(self) -> _Process:
         with suppress(IndexError):
             return self._idle.pop()
-        return _Process(self._setup)
+        return _Process(pickle.dumps(self._setup))
 
 
 class _Process:

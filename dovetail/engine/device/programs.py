@@ -386,10 +386,14 @@ class CompiledSteps:
     def all(self, shapes: Iterable[ProgramShape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile or load all of these, and wait for them."""
         futures = [self.later(shape, ahead=True) for shape in dict.fromkeys(shapes)]
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            if progress:
-                progress("compiling steps", done, len(futures))
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress:
+                    progress("compiling steps", done, len(futures))
+        except BaseException:  # Ctrl-C too: Python would wait for all of them before it ends
+            self.cancel()
+            raise
 
     def load(self, shapes: Iterable[ProgramShape]) -> None:
         """Load those of these that an earlier start kept."""
