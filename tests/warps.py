@@ -58,6 +58,9 @@ class Words:
     def __or__(self, other):
         return Words(self.value | (other if isinstance(other, int) else other.value))
 
+    def __mul__(self, other):
+        return Words(self.value * np.uint32(other))
+
 
 class Pairs:
     """Compute on two bf16 numbers, with f32, which has subnormals of bf16 as numbers; [threads, 2]."""

@@ -30,13 +30,20 @@ WORDS = 8  # of 16 bits, side by side in 4 threads
 REGISTER = plgpu.Layout.WGMMA_8BIT  # of bytes
 PRODUCT = plgpu.Layout.WGMMA  # of the numbers
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # of a number for each row
+# Of mxfp4 (`scale_bits`): greater codes are taken for this one, and sums are multiplied by the second
+GREATEST_SCALE, SUMS = 161, 2.0**32
 
 
 class Bits(NamedTuple):
-    """Describe the bits of a bf16 number: some of the word, shifted to the right (< 0: left), and a constant."""
+    """Describe the bits of a bf16 number: some of the word, shifted to the right (< 0: left), and a constant.
+
+    Or those that are `kept` of a multiple of them: of bits at two places with one multiplication.
+    """
 
     parts: tuple[tuple[int, int], ...] = ()  # (shift, mask)
     base: int = 0
+    multiple: int = 1
+    kept: int = 0xFFFF
 
 
 class Plane(NamedTuple):
@@ -50,14 +57,16 @@ class Plane(NamedTuple):
 def planes_of(name: str) -> list[Plane]:
     """Return the codes of a word in this format, in their order.
 
-    Without a scale: int4 gives q - 8, uint4 gives q, for which a zero point is subtracted later.
+    Without a scale: int4 gives q - 8, uint4 gives q, for which a zero point is subtracted later, and mxfp4 gives 2^-126
+    of its numbers (`scale_bits`).
     """
     if name == "int8":  # 128 + the lower 7 bits - (128, or 256 if the sign is set)
         return [Plane(Bits(((at, 0x7F),), 0x4300), Bits(((at, 0x80),), 0x4300)) for at in (0, 8)]
     if name == "fp8":  # e4m3's bias is 7 instead of 127: times 2^120
         return [Plane(Bits(((at - 8, 0x8000), (at - 4, 0x07F0))), times=0x7B80) for at in (0, 8)]
-    if name == "mxfp4":  # e2m1's bias is 1: times 2^126; its numbers below 1 are subnormal in bf16 as well
-        return [Plane(Bits(((at - 12, 0x8000), (at - 6, 0x01C0))), times=0x7E80) for at in (0, 4, 8, 12)]
+    if name == "mxfp4":  # e2m1's bias is 1, that of bf16 127; numbers below 1 are subnormal in both
+        low = [Plane(Bits(((0, 0xF << at),), multiple=1 << 12 - at | 1 << 6 - at, kept=0x81C0)) for at in (0, 4)]
+        return low + [Plane(Bits(((at - 12, 0x8000), (at - 6, 0x01C0)))) for at in (8, 12)]
     middle = {"int4": 0x4308, "uint4": 0x4300}[name]
     return [Plane(Bits(((at, 0x000F),), 0x4300), Bits(base=middle)) for at in (0, 4, 8, 12)]
 
@@ -72,16 +81,31 @@ def decoded(word: Any, plane: Plane, number: Callable[[Any], Any]) -> Any:
     """
 
     def of(own: Bits) -> Any:
-        total = None
+        total: Any = own.base if own.parts else word & 0 | own.base  # LLVM knows the constant
         for shift, mask in own.parts:
             moved = word >> shift if shift > 0 else word << -shift if shift < 0 else word
-            total = moved & mask if total is None else total | moved & mask
-        total = word & 0 if total is None else total  # LLVM knows the constant
-        return number(total | own.base if own.base else total)
+            total = _masked(moved, mask, total)
+        return number(total if own.multiple == 1 else total * own.multiple & own.kept)
 
     value = of(plane.bits)
     value = value if plane.minus is None else value - of(plane.minus)
     return value if plane.times is None else value * of(Bits(base=plane.times))
+
+
+def _masked(word: Any, mask: int, base: Any) -> Any:
+    """Return word & mask | base, for which ptxas takes two instructions where both are constants."""
+    if not isinstance(base, int) or not isinstance(word, Words):
+        return word & mask | base
+    return word.masked(mask, base) if base else word & mask
+
+
+def scale_bits(code: Any) -> Any:
+    """Return the bits of a bf16 number, 2^(126 - 32) times mxfp4's scale 2^(code - 127), for codes up to 161.
+
+    2^126 is what mxfp4's planes lack, and with it a scale above 2 would be too large. SUMS makes up for 2^-32. A scale
+    above 2^33, with code 161, gives inf; products with scales below 2^-100 lose bits.
+    """
+    return (code + (126 - 32)) << 7
 
 
 def in_order(x: jax.Array, name: str) -> jax.Array:
@@ -167,11 +191,24 @@ class Words(NamedTuple):
         return Words(arith.shli(self.value, _constant(bits)))
 
     def __and__(self, mask: int) -> Words:
-        return Words(arith.andi(self.value, _constant(mask << 16 | mask)))
+        return Words(arith.andi(self.value, _twice(mask)))
 
     def __or__(self, other: Words | int) -> Words:
-        bits = _constant(other << 16 | other) if isinstance(other, int) else other.value
+        bits = _twice(other) if isinstance(other, int) else other.value
         return Words(arith.ori(self.value, bits))
+
+    def __mul__(self, other: int) -> Words:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return a multiple, of which no word has more than 16 bits."""
+        return Words(arith.muli(self.value, _constant(other)))
+
+    def masked(self, mask: int, base: int) -> Words:
+        """Return self & mask | base by one instruction."""
+        from jaxlib.mlir.dialects import llvm
+
+        kind = ir.IntegerType.get_signless(32)
+        given = [vector.extract(each, [], [0]) for each in (self.value, *map(_twice, (mask, base)))]
+        found: Any = llvm.inline_asm(kind, given, "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", has_side_effects=False)
+        return Words(vector.broadcast(_vector(1, kind), found))
 
 
 class Pairs(NamedTuple):
@@ -189,6 +226,10 @@ class Pairs(NamedTuple):
 
     def __mul__(self, other: Pairs) -> Pairs:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Pairs(arith.mulf(self.value, other.value))
+
+
+def _twice(bits: int) -> Any:
+    return _constant(bits << 16 | bits)
 
 
 def _vector(size: int, kind: Any) -> Any:

@@ -29,7 +29,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
 from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, PROGRAMS, Tiles, shared_tiles, store_rows
-from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PRODUCT, REGISTER, ROWS, column, in_order, numbers
+from dovetail.ops.kernels.gpu.packed_codes import (
+    GREATEST_SCALE,
+    PER_ROW,
+    PRODUCT,
+    REGISTER,
+    ROWS,
+    SUMS,
+    column,
+    in_order,
+    numbers,
+    scale_bits,
+)
 
 FORMATS = ("int8", "fp8", "int4", "uint4", "mxfp4")
 GROUPS = (0, 32, 64, 128)  # of values under a scale
@@ -257,6 +268,8 @@ def _program(
     spread = lambda v: lax.broadcast_in_dim(plgpu.layout_cast(v, PER_ROW).astype(jnp.float32), (ROWS, p.N), [0])  # noqa: E731
     if not p.form.group:
         sums = [x * spread(shared.vectors["scale"][at][...]) for at, x in enumerate(sums)]
+    if p.form.name == "mxfp4":
+        sums = [x * SUMS for x in sums]
     if inputs["bias"]:
         sums = [x + spread(shared.vectors["bias"][at][...]) for at, x in enumerate(sums)]
     if not in_parts:
@@ -332,8 +345,8 @@ def _spread(p: Plan, shared: Memory, kind: str, part: int, group: Any, like: jax
     """
     G, ref = p.size // p.group, shared.vectors[kind][part]
     found = column(ref, jnp.minimum(group, G - 1), G, ref.dtype)
-    if kind == "scale" and p.form.name == "mxfp4":  # 2^(e - 127): the exponent's bits, but 2^-127 is subnormal
-        bits = jnp.where(found == 0, jnp.uint16(0x40), found.astype(jnp.uint16) << 7)
-        found = lax.bitcast_convert_type(bits, jnp.bfloat16)
+    if kind == "scale" and p.form.name == "mxfp4":
+        bits = scale_bits(jnp.minimum(found.astype(jnp.int32), GREATEST_SCALE))
+        found = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
     found = found.astype(jnp.float32) if found.dtype == jnp.uint8 else found
     return lax.broadcast_in_dim(found.astype(like.dtype), like.shape, [0])

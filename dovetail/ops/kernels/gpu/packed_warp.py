@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf
 
 from dovetail.core.formats import CODES, Format
-from dovetail.ops.kernels.gpu.packed_codes import Pairs, Words, decoded, planes_of
+from dovetail.ops.kernels.gpu.packed_codes import SUMS, Pairs, Words, decoded, planes_of
 from dovetail.ops.kernels.gpu.warp_ops import (
     address,
     as_f32,
@@ -29,8 +29,8 @@ from dovetail.ops.kernels.gpu.warp_ops import (
     int32,
     load_words,
     multiply_add,
-    power_of_two,
     register,
+    scale_pair,
     thread,
     times,
     twice,
@@ -236,7 +236,7 @@ class Warp:
             if name == "uint4":  # 128 + q - (128 + zero)
                 pair = pair - Pairs.of(Words.of(twice(arith.extui(int32(), loaded.zeros[at][half]))) | 0x4300)
             if name == "mxfp4":
-                pair = pair * Pairs.of(Words.of(power_of_two(loaded.scales[at][half])))
+                pair = pair * Pairs.of(Words.of(scale_pair(loaded.scales[at][half])))
             found.append(register(pair.value))
         return found
 
@@ -264,12 +264,13 @@ class Warp:
         """Store the sums times the rows' scales; the first warp adds the biases."""
         p, index = self.p, ir.IndexType.get()
         is_first = arith.cmpi(arith.CmpIPredicate.eq, self.warp, c(0))
-        zero = utils.c(0.0, ir.F32Type.get())
+        zero, factor = (utils.c(number, ir.F32Type.get()) for number in (0.0, SUMS))
         for at, ((i, array, rows), total) in enumerate(zip(self.rows, totals, strict=True)):
             scales = None if p.form.group else [as_f32(self.scalar("scale", array, r)) for r in rows]
             biases = [as_f32(self.scalar("bias", array, r)) for r in rows] if "bias" in self.inputs else None
             for n, value in enumerate(total):
                 value = arith.mulf(value, scales[n // 2]) if scales else value
+                value = arith.mulf(value, factor) if p.form.name == "mxfp4" else value
                 value = arith.addf(value, arith.select(is_first, biases[n // 2], zero)) if biases else value
                 token = arith.addi(times(self.quad, 2), c(n % 2))
                 row = arith.addi(self.row, c(at % p.blocks * BLOCK + n // 2 * 8))

@@ -8,6 +8,8 @@ from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
+from dovetail.ops.kernels.gpu.packed_codes import GREATEST_SCALE, scale_bits
+
 INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 OPERANDS = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 CONSTRAINTS = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
@@ -99,11 +101,10 @@ def fma(x: Any, y: Any, z: Any) -> Any:
     return math.fma(x, y, z)
 
 
-def power_of_two(code: Any) -> Any:
-    """Return 2^(code - 127) twice, as the bits of bf16 numbers."""
-    bits = arith.extui(int32(), code)
-    is_least = arith.cmpi(arith.CmpIPredicate.eq, bits, c(0))  # 2^-127 is subnormal
-    return twice(arith.select(is_least, c(0x40), arith.shli(bits, c(7))))
+def scale_pair(code: Any) -> Any:
+    """Return the factor of mxfp4's numbers under a scale (packed_codes) twice, as the bits of bf16 numbers."""
+    bits = arith.minui(arith.extui(int32(), code), c(GREATEST_SCALE))
+    return twice(arith.shli(arith.addi(bits, c(scale_bits(0) >> 7)), c(7)))
 
 
 def twice(bits: Any) -> Any:
