@@ -1,4 +1,4 @@
-"""The kernels that choose the experts of few tokens and order the tokens by expert, on a GPU, beside XLA's.
+"""The kernels that choose the experts of tokens and order the tokens by expert, on a GPU, beside XLA's.
 
 `python benchmarks/routing.py`. First both are held to the references over shapes and kinds of scores, with ties, NaN,
 and experts without tokens: choices and order must be equal, weights within 1e-5. Then a loop of 50 calls, each with
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +23,13 @@ import numpy as np
 from jax import lax
 
 from dovetail.ops import moe
-from dovetail.ops.kernels.gpu import experts
-from dovetail.ops.kernels.gpu.mosaic import routing
+from dovetail.ops.kernels.gpu import experts, grouped_hopper
+from dovetail.ops.kernels.gpu.mosaic import routing, sorting
 
 TOKENS = (9, 33, 64, 256, 512)
 EXPERTS = ((8, 128), (4, 32), (4, 128), (2, 8), (6, 64), (8, 256))  # per token, of how many
-TIMED = ((64, 8, 128), (256, 8, 128), (512, 8, 128), (512, 8, 256))
+MANY_TOKENS = (513, 1024, 4096, 16384, 32768)  # ordered by the kernels of mosaic/sorting.py
+TIMED = ((64, 8, 128), (256, 8, 128), (512, 8, 128), (512, 8, 256), (1024, 8, 128), (16384, 8, 128), (32768, 8, 64))
 TURNS = 50
 
 
@@ -52,6 +55,21 @@ def choices(T: int, k: int, E: int) -> tuple[Callable, Callable, jax.ShapeDtypeS
     router = router_of(k, E)
     run, reference = functools.partial(routing.route_top_k, router), functools.partial(moe.route, router)
     return run, reference, jax.ShapeDtypeStruct((T, E), jnp.float32)
+
+
+def sorts(T: int, k: int, E: int) -> tuple[Callable, Callable, jax.ShapeDtypeStruct]:
+    """Return the kernels that sort many pairs and divide them into tiles, the reference, and their input."""
+
+    def run(chosen: jax.Array) -> tuple:
+        place, pair, sizes = sorting.sort_pairs(chosen.reshape(-1), E)
+        tiles = sorting.tiles_of_groups(sizes, T * k, grouped_hopper.sizes_of_tiles(T * k, E))
+        return place, pair, sizes, *tiles
+
+    def reference(chosen: jax.Array) -> tuple:
+        place, pair, sizes = moe._sorted(chosen.reshape(-1), E)
+        return place, pair, sizes, *grouped_hopper.tiles_of(sizes, T * k)
+
+    return run, jax.jit(reference), jax.ShapeDtypeStruct((T, k), jnp.int32)
 
 
 def chosen_of(T: int, k: int, E: int) -> Iterator[np.ndarray]:
@@ -131,28 +149,32 @@ def profiled(run: Callable, given: jax.Array) -> str:
     return f"{sum(times.values()):6.2f} us: {longest}"
 
 
+def kinds_of(T: int) -> dict[str, tuple[Callable, Callable, int]]:
+    """Return what is compared for so many tokens: functions that make and check it, and the results that a loop needs."""
+    order = {"sort": (sorts, check_order, 3)} if T > routing.FEW else {"order": (orders, check_order, 3)}
+    return order | {"choice": (choices, check_choice, 2)}
+
+
 def main() -> None:
     """Check, then measure."""
-    kinds = {"order": (orders, check_order, 3), "choice": (choices, check_choice, 2)}
+    os.environ["DOVETAIL_UNMEASURED_KERNELS"] = "1"  # the choice of many tokens
     with ThreadPoolExecutor(8) as pool:
-        for T in TOKENS:
-            for k, E in EXPERTS:
-                for name, (make, check, _) in kinds.items():
-                    run, reference, given = make(T, k, E)
-                    if name == "choice" and routing.why_not_top_k(router_of(k, E), given, None):
-                        continue
-                    both = [pool.submit(lambda f=f, x=given: jax.jit(f).lower(x).compile()) for f in (run, reference)]
-                    print(
-                        f"{T:4} tokens, {k} of {E:3} experts, {name:6}",
-                        attempt(check, *[f.result() for f in both], T, k, E),
-                    )
+        for T, (k, E) in itertools.product(TOKENS + MANY_TOKENS, EXPERTS):
+            for name, (make, check, _) in kinds_of(T).items():
+                run, reference, given = make(T, k, E)
+                if name == "choice" and routing.why_not_top_k(router_of(k, E), given, None):
+                    continue
+                both = [pool.submit(lambda f=f, x=given: jax.jit(f).lower(x).compile()) for f in (run, reference)]
+                found = attempt(check, *[f.result() for f in both], T, k, E)
+                print(f"{T:5} tokens, {k} of {E:3} experts, {name:6} {found}", flush=True)
     for T, k, E in TIMED:
         scores = np.random.default_rng(0).normal(size=(T, E)).astype(np.float32)
-        inputs = {"order": jnp.asarray(np.argsort(-scores, axis=1)[:, :k], jnp.int32), "choice": jnp.asarray(scores)}
-        for name, (make, _, results) in kinds.items():
+        chosen = jnp.asarray(np.argsort(-scores, axis=1)[:, :k], jnp.int32)
+        for name, (make, _, results) in kinds_of(T).items():
             for label, run in zip(("kernel", "xla"), make(T, k, E)[:2], strict=True):
-                found = profiled(jax.jit(repeated(run, results)), inputs[name])
-                print(f"{T:4} tokens, {k} of {E:3} experts, {name:6} {label:6} {found}", flush=True)
+                given = jnp.asarray(scores) if name == "choice" else chosen
+                found = profiled(jax.jit(repeated(run, results)), given)
+                print(f"{T:5} tokens, {k} of {E:3} experts, {name:6} {label:6} {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 
 from dovetail.core.formats import Format
 from dovetail.core.mesh import Placement
-from dovetail.ops.capabilities import ARM, NVIDIA, X86, has_fp8, has_numba, has_triton, is_hopper, is_one_gpu
+from dovetail.ops.capabilities import (
+    ARM,
+    NVIDIA,
+    X86,
+    has_fp8,
+    has_numba,
+    has_triton,
+    is_hopper,
+    is_one_gpu,
+    tries_unmeasured,
+)
 from dovetail.ops.dispatch import log_once
 from dovetail.ops.kernels.cpu.needs import why_not_packed as why_not_packed_rows
 
@@ -120,6 +130,18 @@ def router_kernel(
         return None
     log_once("router", "mosaic")
     return route_top_k
+
+
+def sort_kernel(group: Any, num_experts: int, platform: str | None) -> Callable[[Any, int], tuple] | None:
+    """Return the kernel that sorts pairs of token and expert by `group` [M], the pairs' experts; None for XLA."""
+    if not tries_unmeasured() or not is_one_gpu(platform, None) or not is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.mosaic.sorting import sort_pairs, why_not_sort
+
+    if why_not_sort(group, num_experts):
+        return None
+    log_once("pairs of token and expert", "mosaic")
+    return sort_pairs
 
 
 # --- quantised --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
-from dovetail.ops.dispatch_products import experts_kernel, router_kernel
+from dovetail.ops.dispatch_products import experts_kernel, router_kernel, sort_kernel
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
@@ -216,9 +216,8 @@ def _grouped(
     if first_expert is not None:  # pairs of other devices' experts sort last, into no group
         local = group - first_expert
         group = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
-    # as arrays: XLA would compute a position for each element of the rows that are gathered by it
-    back, sizes = lax.optimization_barrier(_positions(group, num_experts))
-    order = jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True)
+    sort = sort_kernel(group, num_experts, platform) if first_expert is None else None
+    back, order, sizes = (sort or _sorted)(group, num_experts)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
     share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
@@ -235,6 +234,13 @@ def _grouped(
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
     return _collect(out, order, back, k)
+
+
+def _sorted(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the place of each element, if sorted by group, the element at each place, and the sizes of the groups."""
+    # as arrays: XLA would compute a position for each element of the rows that are gathered by it
+    back, sizes = lax.optimization_barrier(_positions(group, num_groups))
+    return back, jnp.zeros_like(back).at[back].set(jnp.arange(len(back)), unique_indices=True), sizes
 
 
 def _positions(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:

@@ -12,8 +12,9 @@ from jax._src.pallas.mosaic_gpu.interpret import params
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.ops import dispatch_products, moe
-from dovetail.ops.kernels.gpu import experts
-from dovetail.ops.kernels.gpu.mosaic import routing
+from dovetail.ops.glu import Glu
+from dovetail.ops.kernels.gpu import experts, grouped_hopper
+from dovetail.ops.kernels.gpu.mosaic import routing, sorting
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, WARPS
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,10 @@ class Simulated:
     def total(self, x):
         return self.by_warp(np.sum, x)
 
+    def below(self, x):
+        warps = np.broadcast_to(x, (self.programs, THREADS)).reshape(-1, WARPS, WARP)
+        return (warps.cumsum(axis=-1) - warps).reshape(-1, THREADS).astype(np.int32)
+
     def greatest(self, x):
         return self.by_warp(np.max, x)
 
@@ -143,7 +148,8 @@ def simulate(name, program, given, out, programs, shared=()):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    monkeypatch.setattr(routing, "launch", simulate)
+    for module in (routing, sorting):
+        monkeypatch.setattr(module, "launch", simulate)
 
 
 KINDS = {
@@ -152,6 +158,8 @@ KINDS = {
     "skewed": lambda rng, T, E, k: (E * rng.random((T, k)) ** 6).astype(int),
     "ends idle": lambda rng, T, E, k: rng.integers(E // 4, E // 2, (T, k)),
 }
+POSITIONS = jax.jit(moe._positions, static_argnums=1)
+TILES = jax.jit(grouped_hopper.tiles_of, static_argnums=1)
 SHAPES = [(9, 8, 2), (16, 128, 8), (33, 32, 4), (77, 40, 1), (200, 256, 8), (256, 128, 8), (130, 512, 8), (700, 16, 6)]
 
 
@@ -166,6 +174,21 @@ def test_the_arrangement_is_the_references(simulated, T, E, k):
             chosen = KINDS[kind](rng, T, E, k).astype(np.int32)
             got = routing.arrange.__wrapped__(chosen, sizes)
             jax.tree.map(np.testing.assert_array_equal, got, reference(chosen))
+
+
+@pytest.mark.parametrize(("T", "E", "k"), [(9, 8, 2), (513, 128, 8), (700, 40, 6), (4100, 16, 2), (600, 512, 1)])
+def test_pairs_are_sorted_and_divided_into_tiles_as_by_the_references(simulated, T, E, k):
+    rng = np.random.default_rng(T)
+    for kind in KINDS.values():
+        group = kind(rng, T, E, k).astype(np.int32).reshape(-1)
+        place, pair, sizes = sorting.sort_pairs.__wrapped__(group, E)
+        jax.tree.map(np.testing.assert_array_equal, (place, sizes), POSITIONS(jnp.asarray(group), E))
+        np.testing.assert_array_equal(pair[place], np.arange(T * k))
+        few = np.where(np.arange(E) % 3 == 0, 0, sizes).astype(np.int32)
+        for own in (sizes, few, 0 * sizes):  # rows in no group
+            tiles = grouped_hopper.sizes_of_tiles(T * k, E)
+            got = sorting.tiles_of_groups.__wrapped__(own, T * k, tiles)
+            jax.tree.map(np.testing.assert_array_equal, tuple(got), TILES(jnp.asarray(own), T * k))
 
 
 @pytest.mark.parametrize(("T", "E", "k"), [(9, 32, 4), (33, 128, 8), (64, 64, 6), (18, 512, 1), (16, 128, 16)])
@@ -253,3 +276,23 @@ def test_interpreted_products_have_the_reference_beside_them(monkeypatch):
 def test_too_many_pairs_are_left_to_xla():
     sizes = routing.Sizes(1024, 16, 64, 64, 8)
     assert routing.arrangement(sizes, experts.places) is experts.places
+
+
+def test_many_tokens_are_sorted_by_kernels_on_request(monkeypatch):
+    monkeypatch.setattr(dispatch_products, "is_one_gpu", lambda *_: True)
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: True)
+    x, logits = jnp.zeros((1, 1024, 64)), jnp.zeros((1024, 32))
+    params = {"gate": jnp.zeros((32, 64, 64)), "up": jnp.zeros((32, 64, 64)), "down": jnp.zeros((32, 64, 64))}
+
+    def kernels() -> list[str]:
+        def step(x, logits):
+            return moe.experts(x, *moe.route_step(moe.Router(32, 4, "chosen"), logits), params, Glu())
+
+        text = jax.jit(step).trace(x, logits).lower(lowering_platforms=("cuda",)).as_text()
+        return [name for name in ("route_top_k", "count_pairs", "place_pairs") if name in text]
+
+    assert not kernels()
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
+    assert kernels() == ["route_top_k", "count_pairs", "place_pairs"]
+    too_many = jax.ShapeDtypeStruct((1 << 19,), jnp.int32)
+    assert dispatch_products.sort_kernel(too_many, 512, None) is None

@@ -21,7 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.grouped import _swizzled
+from dovetail.ops.kernels.gpu.mosaic.sorting import TileSizes, tiles_of_groups, why_not_sort
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM)
 GROUPS, HALF = 2, 64  # warpgroups that multiply, and the rows of the tile that each computes
@@ -118,7 +120,14 @@ def rows_product(
         jax.ShapeDtypeStruct((M, N), x.dtype),
         shared,
         t.stages,
-    )(*tiles_of(sizes, M), x, w)
+    )(*_tiles_of(sizes, M), x, w)
+
+
+def _tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
+    """Return what `tiles_of` does, by one kernel if it may be chosen."""
+    if not tries_unmeasured() or why_not_sort(sizes, len(sizes)):
+        return tiles_of(sizes, num_rows)
+    return tiles_of_groups(sizes, num_rows, sizes_of_tiles(num_rows, len(sizes)))
 
 
 def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
@@ -126,7 +135,7 @@ def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
 
     The rows in no group are a last group, E. The arrays have room for as many tiles as there can be.
     """
-    num_tiles = pl.cdiv(num_rows + (len(sizes) + 1) * (ROWS + ALIGNED), ROWS)
+    num_tiles = sizes_of_tiles(num_rows, len(sizes)).tiles
     sizes = jnp.append(sizes, num_rows - sizes.sum()).astype(jnp.int32)
     ends = jnp.cumsum(sizes)
     firsts = (ends - sizes) // ALIGNED * ALIGNED
@@ -138,6 +147,11 @@ def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
     group = jnp.minimum(group, len(sizes) - 1)
     first = firsts[group] + (tile - (tile_ends - tiles)[group]) * ROWS
     return group, first, jnp.maximum((ends - sizes)[group], first), ends[group], tile_ends[-1:]
+
+
+def sizes_of_tiles(num_rows: int, num_groups: int) -> TileSizes:
+    """Return how many tiles there can be, and their sizes."""
+    return TileSizes(pl.cdiv(num_rows + (num_groups + 1) * (ROWS + ALIGNED), ROWS), ROWS, ALIGNED)
 
 
 def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, x_ref, w_ref, out_ref, shared, loaded, released,

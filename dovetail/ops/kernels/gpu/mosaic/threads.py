@@ -4,8 +4,8 @@ Such a program is a function of `on`, the operations of a thread beyond those of
 has of its own. With `Threads` the numbers are MLIR values; tests/ops/test_routing.py runs the same function on arrays
 of NumPy, with a number for each thread, and finds races between the threads.
 
-What threads exchange (`ballot`, `total`, `greatest`, `least`, `barrier`) comes before the first branch of a program,
-which is a store with a condition: LLVM might otherwise move an exchange into the branch of some threads.
+What threads exchange (`ballot`, `total`, `below`, `greatest`, `least`, `barrier`) comes before the first branch of a
+program, which is a store with a condition: LLVM might otherwise move an exchange into the branch of some threads.
 """
 
 from __future__ import annotations
@@ -136,6 +136,15 @@ class Threads:
     def least(self, x: Number) -> Number:
         """Return the least integer of the warp."""
         return self._ask(f"redux.sync.min.s32 $0, $1, {ALL};", [x.value], has_result=True)
+
+    def below(self, x: Number) -> Number:
+        """Return the sum over the lanes of a lower number."""
+        total = x
+        for lanes in (1, 2, 4, 8, 16):
+            moved = f"shfl.sync.up.b32 t|p, $1, {lanes}, 0, {ALL}; @!p mov.b32 t, 0;"
+            text = f"{{ .reg .pred p; .reg .b32 t; {moved} add.s32 $0, $1, t; }}"
+            total = self._ask(text, [total.value], has_result=True)
+        return total - x
 
     def ones(self, x: Number) -> Number:
         """Return how many bits are set."""
