@@ -150,7 +150,7 @@ def profiled(run: Callable, given: jax.Array) -> str:
 
 
 def kinds_of(T: int) -> dict[str, tuple[Callable, Callable, int]]:
-    """Return what is compared for so many tokens: functions that make and check it, and the results that a loop needs."""
+    """Return what is compared: functions that make and check it, and how many results a loop depends on."""
     order = {"sort": (sorts, check_order, 3)} if T > routing.FEW else {"order": (orders, check_order, 3)}
     return order | {"choice": (choices, check_choice, 2)}
 
