@@ -1,9 +1,10 @@
 """LoRA fine-tuning of a shape by PyTorch and PEFT: tokens per second, beside `dovetail bench train lora.r=16`.
 
-python benchmarks/peer_lora.py DIR [--batch 8] [--length 4096] [--micro 1 2] [--rank 16]     # DIR has a config.json
+    python benchmarks/peer_lora.py DIR [--batch 8] [--length 4096] [--micro 1 2] [--rank 16] [--nf4]
 
-Random weights in bf16, all projections adapted, adapters in f32, AdamW, transformers' own model with SDPA; with and
-without gradient checkpointing, for each number of rows at a time.
+DIR has a config.json. Random weights in bf16, all projections adapted, adapters in f32, AdamW, transformers' own model
+with SDPA; with and without gradient checkpointing, for each number of rows at a time. `--nf4` holds the layers' weights
+as bitsandbytes does for QLoRA, with nested scales, beside `dovetail bench train lora.r=16 quantization=nf4`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--checkpointing", nargs="+", default=["off", "on"])
+    parser.add_argument("--nf4", action="store_true")
     args = parser.parse_args()
     import peft
     import torch
@@ -28,6 +30,8 @@ def main() -> None:
     config = transformers.AutoConfig.from_pretrained(args.config)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if args.nf4:
+        _round(torch, model)
     wanted = peft.LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear")
     model = peft.get_peft_model(model, wanted)
     model.config.use_cache = False
@@ -44,6 +48,27 @@ def main() -> None:
                 print(f"checkpointing {checkpointing}, {micro} rows at a time: out of memory", flush=True)
             optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
+
+
+def _round(torch, model) -> None:
+    """Replace the linear layers, without the head, by bitsandbytes' in nf4; they are rounded where they lie."""
+    import bitsandbytes as bnb
+
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, torch.nn.Linear) or name == "lm_head":
+            continue
+        new = bnb.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            layer.bias is not None,
+            torch.bfloat16,
+            quant_type="nf4",
+            device="meta",
+        )
+        weight, device = layer.weight.data, layer.weight.device
+        new.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4").to(device)
+        new.bias = layer.bias
+        model.set_submodule(name, new)
 
 
 def _measure(torch, model, optimizer, config, args, micro: int, checkpointing: str) -> None:
