@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from described import a_device
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
@@ -72,4 +73,5 @@ def test_rounded_pages_lower_for_a_gpu(dtype):
     q, pages = jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((50, PAGE, 4, 64), jnp.bfloat16)
     pages = jax.eval_shape(lambda x: round_rows(x, jnp.dtype(dtype)), pages)
     run = jax.jit(lambda ctx, q, pages: kernel(ctx, q, pages, scale=0.1))
-    assert "paged_attention_decode" in run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
+    with a_device("cuda"):
+        assert "paged_attention_decode" in run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
