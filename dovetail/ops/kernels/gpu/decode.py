@@ -128,8 +128,8 @@ def _call_warps(
     return plgpu.kernel(
         entry,
         out_type=[whole if shape.splits == 1 else parts, lse],
-        grid=(len(tiles) * K, shape.splits),  # the heads of a page lie side by side and are read together
-        grid_names=("item", "split"),
+        grid=(shape.splits, len(tiles) * K),  # the heads of a page lie side by side and are read together
+        grid_names=("split", "item"),  # of which the last one is the innermost
         kernel_name="decode_attention",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles, tables, q, pages, *([sinks] if has_sinks else []))

@@ -185,7 +185,7 @@ class Keys:
     def scores(self, chunk: Any, keys: list, queries: list) -> list:
         """Return for each block the scores of keys g and g + 8 in both columns, in base 2."""
         on, s = self.on, self.shape
-        left = [_key_pairs(on, *rows, s) for rows in _steps(keys, s)]
+        left = [_key_pairs(on, low, high, s) for low, high in _steps(keys, s)]
         found = []
         for block in s.blocks:
             chains = [[on.constant(0.0)] * 4 for _ in (0, 1)]  # each waits for its last product

@@ -60,12 +60,12 @@ class Warps(Threads):
         """Return a pair of bf16 as one of f16."""
         high = arith.andi(pair.value, utils.c(-65536, int32()))
         low = arith.shli(pair.value, utils.c(16, int32()))
-        return self.pair(*(self.as_float(Number(x)) for x in (low, high)), "f16")
+        return self.pair(self.as_float(Number(low)), self.as_float(Number(high)), "f16")
 
     def multiply(self, sums: list[Number], left: list[Number], right: list[Number], kind: str) -> list[Number]:
         """Return the sums plus the product of [16, 16] and [16, 8] numbers (mma)."""
-        values = ([x.value for x in each] for each in (sums, left, right))
-        return [Number(x) for x in multiply_add(*values, kind)]
+        totals, rows, columns = ([x.value for x in each] for each in (sums, left, right))
+        return [Number(x) for x in multiply_add(totals, rows, columns, kind)]
 
     def transposed(self, pair: Number) -> Number:
         """Return a matrix [8, 8] of pairs transposed."""
