@@ -96,11 +96,11 @@ def both(heads, counts, lengths, page, splits, options, dtype, **how) -> tuple[j
     return got.astype(jnp.float32), expected
 
 
-# of at most 16 columns: new tokens by the query heads of a key head, which are rounded up to a power of two
+# of tiles of at most 16 columns: new tokens by the query heads of a key head, rounded up to a power of two
 OF_WARPS = {
     "decode": ((8, 2, 64), [1, 1], [130, 40], 16, 1, {}),
     "parts": ((8, 2, 128), [1, 1], [200, 40], 32, 2, {"window": 70, "softcap": 5.0, "sinks": np.arange(8) / 4}),
-    "drafts": ((2, 2, 64), [2, 5], [2, 100], 8, 3, {"sinks": np.ones(2)}),
+    "drafts": ((6, 2, 64), [2, 5], [2, 100], 8, 3, {"sinks": np.ones(6)}),  # two tiles of a sequence
     "two blocks": ((12, 1, 128), [1, 1, 1], [1, 16, 145], 24, 1, {"window": 100}),
     "tokens in two blocks": ((2, 1, 64), [8, 3], [20, 120], 8, 1, {"window": 9}),
     "wide": ((4, 2, 256), [1, 1], [65, 300], 64, 4, {}),
@@ -129,22 +129,16 @@ def test_keys_in_parts_fill_the_chip():
     assert {case: decode._splits(*case) for case in cases} == cases
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "counts"),
-    [
-        ((8, 2, 128), "bfloat16", [3, 1]),
-        ((16, 2, 64), "float8_e4m3fn", [3, 1]),
-        ((8, 2, 128), "bfloat16", [1] * 4),
-        ((16, 2, 64), "float8_e4m3fn", [1] * 4),
-    ],
-)
-def test_the_kernel_lowers_for_a_gpu(heads, dtype, counts):
+@pytest.mark.parametrize("by_warps", [False, True])
+@pytest.mark.parametrize(("heads", "dtype"), [((8, 2, 128), "bfloat16"), ((16, 2, 64), "float8_e4m3fn")])
+def test_the_kernel_lowers_for_a_gpu(heads, dtype, by_warps):
     N, K, H = heads
-    ctx, used = step(counts, [200] * len(counts), 16)
+    ctx, used = step([3, 1], [40, 200], 16)
     q, pages = (jax.ShapeDtypeStruct(s, t) for s, t in (((4, N, H), jnp.bfloat16), ((*used.shape, 2 * K, H), dtype)))
-    run = jax.jit(lambda ctx, q, pages: decode.paged_attention(ctx, q, pages, scale=0.1, window=300, softcap=30.0))
+    options = dict(scale=0.1, window=300, softcap=30.0, by_warps=by_warps, splits=2)
+    run = jax.jit(lambda ctx, q, pages: decode.paged_attention(ctx, q, pages, **options))
     text = run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text and ("decode_attention" in text) == (len(counts) == 4)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1 + by_warps  # the parts are joined by a kernel too
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from dovetail.ops.paged import tile_of_token, tiles_of
 
 FEW = 8  # tokens of a sequence: more are left to the kernel for prompts
 MAX_COLUMNS = 64
-WARP_COLUMNS, WARP_SUMS = 16, 16 * 128  # of a tile for warps, whose sums [C, H] are in registers
+WARP_COLUMNS, WARP_SUMS = 16, 16 * 128  # of a tile for warps: columns, and numbers [C, H] in registers
 WARP_BYTES = 12 * 1024  # of shared memory for a warp's keys and values: four programs share a multiprocessor
 ENOUGH = 512  # programs that fill an H200
 MAX_SPLITS = 64
@@ -61,15 +61,16 @@ def paged_attention(
     sinks: jax.Array | None = None,
     splits: int | None = None,
     stages: int | None = None,
-    by_warps: bool | None = None,
+    by_warps: bool = True,
 ) -> jax.Array:
     """Attend as ops.paged.paged_attention does; the output of padding is undefined."""
     (T, N, H), K = q.shape, pages.shape[2] // 2
     num_seqs, group = ctx.kv_lens.shape[0], pl.next_power_of_2(N // K)
-    R = 1 if num_seqs >= T else min(FEW, MAX_COLUMNS // group)
-    tiles, columns = tiles_of(ctx, T, R), max(8, R * group)
+    few = min(WARP_COLUMNS, WARP_SUMS // H) // group  # tokens of a tile for warps; most sequences have one tile then
+    by_warps = by_warps and few * num_seqs >= T
+    R = 1 if num_seqs >= T else min(FEW, few if by_warps else MAX_COLUMNS // group)
+    tiles, columns = tiles_of(ctx, T, R), pl.cdiv(R * group, 8) * 8
     splits = splits or _splits(len(tiles[0]) * K, ctx.block_tables.shape[1] * pages.shape[1])
-    by_warps = columns * H <= WARP_SUMS and columns <= WARP_COLUMNS if by_warps is None else by_warps
     if not by_warps:
         shape = DecodeShape(K, H, columns, group, pages.shape[1], splits, scale, window, softcap)
         return _by_warpgroups(ctx, tiles, q, pages, sinks, R, shape)
