@@ -130,7 +130,7 @@ class Warps(Threads):
 
     def meet(self) -> None:
         """Wait for the threads of the warp."""
-        self._do(f"bar.warp.sync {ALL};", "")
+        self._ask(f"bar.warp.sync {ALL};", [])
 
     def floats(self, ref: Any, index: Number, count: int) -> list[Number]:
         """Return two or four f32 from a multiple of `count` on."""
