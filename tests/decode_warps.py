@@ -26,7 +26,6 @@ class Shared:
         self.words = np.full((programs, size), 0x7FC0DEAD, np.uint32)
         self.owner = np.full((programs, size), -1)  # thread that wrote since the last barrier
         self.busy = np.zeros((programs, size), bool)
-        self.read = np.full((programs, size), -1)  # warp that read since the last barrier; -2: several
 
     def places(self, index, count: int):
         index = np.broadcast_to(index, (len(self.words), THREADS))
