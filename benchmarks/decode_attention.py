@@ -1,8 +1,9 @@
 """Paged attention of few tokens per sequence on a GPU: hold the kernels to the reference, then time them.
 
-`python benchmarks/decode_attention.py [check] [time]`. `triton` is ops/kernels/gpu/paged.py, `mosaic`
-ops/kernels/gpu/decode.py (Hopper), `reference` XLA's. The rate counts the bytes of keys and values that a step has to
-read, with the scales of int8. A variant that fails is printed and left out.
+`python benchmarks/decode_attention.py [check] [time] [variants]`. `triton` is ops/kernels/gpu/paged.py, `mosaic`
+ops/kernels/gpu/decode.py (Hopper), `groups` the same without its kernel of warps, `reference` XLA's. `variants` times
+the kernel of warps with other numbers of chunks under way and of parts. The rate counts the bytes of keys and values
+that a step has to read, with the scales of int8. A variant that fails is printed and left out.
 
 Layers share the metadata of a step, as in a model: each timed program attends LAYERS times, over pages of its own where
 these would otherwise fit into the L2 cache.
@@ -34,13 +35,20 @@ HEADS = {"Llama 8B": (32, 8, 128), "Qwen3 0.6B": (16, 8, 128), "GPT-OSS": (64, 8
 # new tokens of each sequence, and the length after them
 STEPS = {
     "512 x 640": ([1] * 512, [640] * 512),
+    "512 x 2048": ([1] * 512, [2048] * 512),
     "64 x 2048": ([1] * 64, [2048] * 64),
     "1 x 32768": ([1], [32768]),
+    "64 x 2048, 3 tokens": ([3] * 64, [2048] * 64),
     "64 x 2048, 5 tokens": ([5] * 64, [2048] * 64),
     "16 of 32 x 7000": ([1] * 16 + [0] * 16, [7000] * 16 + [0] * 16),  # a batch with rows of padding
 }
+VARIANTS: tuple[dict[str, Any], ...] = (
+    *({"stages": stages} for stages in (2, 3, 4, 6)),
+    *({"splits": splits} for splits in (1, 2, 4, 8, 16, 32, 64)),
+)
 RAGGED = {
     "decode": ([1] * 7, [1, 16, 63, 64, 65, 700, 2000]),
+    "two each": ([2, 2, 1, 3], [2, 64, 1, 500]),
     "drafts": ([3, 1, 8, 5, 2], [3, 64, 200, 1029, 130]),
     "one long": ([1], [5000]),
 }
@@ -54,7 +62,11 @@ def mosaic(ctx: Paged, q: jax.Array, pages: jax.Array, **options: Any) -> jax.Ar
     return decode.paged_attention(ctx, q, pages, **options)
 
 
-KERNELS: dict[str, Callable] = {"triton": paged.paged_attention, "mosaic": mosaic}
+KERNELS: dict[str, Callable] = {
+    "triton": paged.paged_attention,
+    "mosaic": mosaic,
+    "groups": functools.partial(mosaic, by_warps=False),
+}
 
 
 @functools.cache
@@ -162,9 +174,22 @@ def measure() -> None:
     print(f"the reference, Llama 8B, 64 x 2048, fp8: {attempt('reference', run):.2f} TB/s")
 
 
+def compare() -> None:
+    """Print the rates of variants of the kernel of warps, those of each step one after the other."""
+    for step in ("512 x 640", "512 x 2048", "64 x 2048", "1 x 32768", "16 of 32 x 7000"):
+        for dtype in DTYPES[:2]:
+            for options in ({}, *VARIANTS, {}):
+                found = attempt(
+                    str(options), functools.partial(rate, mosaic, HEADS["Llama 8B"], step, dtype, **options)
+                )
+                print(f"{step:>20} {dtype:>14} {options!s:>14} {found:8.2f}", flush=True)
+
+
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["check", "time"]
     if "check" in wanted:
         check()
     if "time" in wanted:
         measure()
+    if "variants" in wanted:
+        compare()

@@ -29,6 +29,7 @@ from dovetail.ops.capabilities import (
     has_triton,
     is_hopper,
     is_one_gpu,
+    tries_unmeasured,
 )
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
@@ -139,7 +140,7 @@ def why_not_mosaic_decode(
     platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
 ) -> str | None:
     """Return why attention to pages is not left to the kernel for few new tokens per sequence, or None."""
-    if has_triton():
+    if has_triton() and not tries_unmeasured():
         return "Triton's kernel is there"
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"

@@ -1,7 +1,8 @@
-"""Paged attention of few tokens per sequence on Hopper: the kernel interpreted and lowered, and where it is chosen."""
+"""Paged attention of few tokens per sequence on Hopper: the kernels on a CPU and lowered, and where they are chosen."""
 
 from __future__ import annotations
 
+import decode_warps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +78,13 @@ def step(counts: list[int], lengths: list[int], page: int) -> tuple[Paged, np.nd
     ],
 )
 def test_the_kernel_equals_the_reference(interpret, name, dtype):
-    (N, K, H), counts, lengths, page, splits, options = CASES[name]
+    got, expected = both(*CASES[name], dtype, by_warps=False)
+    np.testing.assert_allclose(got, expected, atol=0.01)
+
+
+def both(heads, counts, lengths, page, splits, options, dtype, **how) -> tuple[jax.Array, jax.Array]:
+    """Return what the kernel computes over pages with NaN in unused slots, and the reference."""
+    N, K, H = heads
     ctx, used = step(counts, lengths, page)
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.standard_normal((sum(counts), N, H)), jnp.bfloat16)
@@ -85,17 +92,53 @@ def test_the_kernel_equals_the_reference(interpret, name, dtype):
     options = {key: jnp.asarray(x, jnp.float32) if key == "sinks" else x for key, x in options.items()}
     expected = reference(ctx, q.astype(jnp.float32), pages, scale=H**-0.5, **options)
     pages = jnp.where(used[:, :, None, None], pages, jnp.nan).astype(dtype)  # as a page's last use may have left it
-    got = decode.paged_attention(ctx, q, pages, scale=H**-0.5, splits=splits, **options)
-    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=0.01)
+    got = decode.paged_attention(ctx, q, pages, scale=H**-0.5, splits=splits, **options, **how)
+    return got.astype(jnp.float32), expected
 
 
+# of tiles of at most 16 columns: new tokens by the query heads of a key head, rounded up to a power of two
+OF_WARPS = {
+    "decode": ((8, 2, 64), [1, 1], [130, 40], 16, 1, {}),
+    "parts": ((8, 2, 128), [1, 1], [200, 40], 32, 2, {"window": 70, "softcap": 5.0, "sinks": np.arange(8) / 4}),
+    "drafts": ((6, 2, 64), [2, 5], [2, 100], 8, 3, {"sinks": np.ones(6)}),  # two tiles of a sequence
+    "two blocks": ((12, 1, 128), [1, 1, 1], [1, 16, 145], 24, 1, {"window": 100}),
+    "tokens in two blocks": ((2, 1, 64), [8, 3], [20, 120], 8, 1, {"window": 9}),
+    "wide": ((4, 2, 256), [1, 1], [65, 300], 64, 4, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if i % 2 == j else pytest.mark.thorough)
+        for i, name in enumerate(OF_WARPS)
+        for j, dtype in enumerate((jnp.float8_e4m3fn, jnp.bfloat16))
+    ],
+)
+def test_the_kernel_of_warps_equals_the_reference(monkeypatch, name, dtype):
+    monkeypatch.setattr(decode, "_call_warps", decode_warps.call_warps)
+    monkeypatch.setattr(decode, "_join_parts", decode._join_parts.__wrapped__)
+    monkeypatch.setattr(decode, "launch", decode_warps.launch)
+    got, expected = both(*OF_WARPS[name], dtype)
+    np.testing.assert_allclose(got, expected, atol=0.01)
+
+
+def test_keys_in_parts_fill_the_chip():
+    # sequences x key heads, keys: parts
+    cases = {(8, 1 << 15): 64, (128, 7000): 8, (256, 2048): 4, (256, 300): 1, (512, 1 << 15): 1, (4096, 640): 1}
+    assert {case: decode._splits(*case) for case in cases} == cases
+
+
+@pytest.mark.parametrize("by_warps", [False, True])
 @pytest.mark.parametrize(("heads", "dtype"), [((8, 2, 128), "bfloat16"), ((16, 2, 64), "float8_e4m3fn")])
-def test_the_kernel_lowers_for_a_gpu(heads, dtype):
+def test_the_kernel_lowers_for_a_gpu(heads, dtype, by_warps):
     N, K, H = heads
     ctx, used = step([3, 1], [40, 200], 16)
     q, pages = (jax.ShapeDtypeStruct(s, t) for s, t in (((4, N, H), jnp.bfloat16), ((*used.shape, 2 * K, H), dtype)))
-    run = jax.jit(lambda ctx, q, pages: decode.paged_attention(ctx, q, pages, scale=0.1, window=300, softcap=30.0))
-    assert "mosaic_gpu" in run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
+    options = dict(scale=0.1, window=300, softcap=30.0, by_warps=by_warps, splits=2)
+    run = jax.jit(lambda ctx, q, pages: decode.paged_attention(ctx, q, pages, **options))
+    text = run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1 + by_warps  # the parts are joined by a kernel too
 
 
 @pytest.mark.parametrize(
@@ -105,6 +148,8 @@ def test_the_kernel_lowers_for_a_gpu(heads, dtype):
         ({"pages": jnp.float8_e4m3fn}, "mosaic_decode"),
         ({"pages": jnp.int8}, "reference"),
         ({"triton": True}, "triton"),
+        ({"triton": True, "unmeasured": "1"}, "mosaic_decode"),
+        ({"triton": True, "unmeasured": "1", "pages": jnp.int8}, "triton"),
         ({"hopper": False}, "reference"),
         ({"tokens": 57}, "reference"),  # more than 8 per sequence
         ({"dim": 32}, "reference"),
@@ -115,7 +160,8 @@ def test_the_kernel_lowers_for_a_gpu(heads, dtype):
 )
 def test_dispatch_takes_the_kernel_for_few_tokens_where_there_is_no_triton(change, name, monkeypatch):
     usual = {"tokens": 56, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
-    case = usual | {"triton": False, "pages": None} | change
+    case = usual | {"triton": False, "pages": None, "unmeasured": "0"} | change
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", case["unmeasured"])
     monkeypatch.setattr(dispatch, "has_triton", lambda: case["triton"])
     monkeypatch.setattr(dispatch, "is_hopper", lambda: case["hopper"])
     monkeypatch.setattr(dispatch, "has_fp8", lambda: True)

@@ -1,7 +1,7 @@
 """Paged attention of few new tokens per sequence for Hopper: decode, and the verification of drafts.
 
 New tokens are split into tiles of one sequence, and the keys of a tile into parts, so that few sequences with long
-pasts fill the chip; decode_kernel.py computes a part. Parts and sinks are joined by XLA.
+pasts fill the chip. Tiles of few columns are left to warps (decode_warp.py), others to warpgroups (decode_kernel.py).
 
 T tokens, I tiles of R tokens, N query heads, K key heads, H head dim, G = N / K, G' the power of two at or above it;
 C = R * G' columns of a tile, at least 8.
@@ -14,18 +14,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.decode_kernel import HIDDEN, KEYS, LOG2E, DecodeShape, attend_part
+from dovetail.ops.kernels.gpu.decode_keys import CHUNK, Part, WarpShape
+from dovetail.ops.kernels.gpu.decode_ops import Warps
+from dovetail.ops.kernels.gpu.decode_warp import attend, join
+from dovetail.ops.kernels.gpu.mosaic.threads import WARPS, Number, launch
 from dovetail.ops.paged import tile_of_token, tiles_of
 
 FEW = 8  # tokens of a sequence: more are left to the kernel for prompts
 MAX_COLUMNS = 64
-PROGRAMS = 2 * 132  # that run at once on an H100 or H200
+WARP_COLUMNS, WARP_SUMS = 16, 16 * 128  # of a tile for warps: columns, and numbers [C, H] in registers
+WARP_BYTES = 12 * 1024  # of shared memory for a warp's keys and values: four programs share a multiprocessor
+ENOUGH = 512  # programs that fill an H200
 MAX_SPLITS = 64
-LEAST_KEYS = 4 * KEYS  # of a part
+LEAST_KEYS = 192  # of a part
 
 
 def why_not_decode(q: Any, pages: Any, num_seqs: int, block_mask: bool) -> str | None:
@@ -53,24 +60,107 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     splits: int | None = None,
+    stages: int | None = None,
+    by_warps: bool = True,
 ) -> jax.Array:
     """Attend as ops.paged.paged_attention does; the output of padding is undefined."""
     (T, N, H), K = q.shape, pages.shape[2] // 2
-    G, num_seqs = N // K, ctx.kv_lens.shape[0]
-    group = pl.next_power_of_2(G)
-    R = 1 if num_seqs >= T else min(FEW, MAX_COLUMNS // group)
-    seq, first, count, position = tiles_of(ctx, T, R)
-    columns = max(8, R * group)
-    splits = splits or _splits(len(seq) * K, ctx.block_tables.shape[1] * pages.shape[1])
-    scale = scale * LOG2E if softcap is None else scale / softcap
-    shape = DecodeShape(K, H, columns, group, pages.shape[1], splits, scale, window, softcap)
+    num_seqs, group = ctx.kv_lens.shape[0], pl.next_power_of_2(N // K)
+    few = min(WARP_COLUMNS, WARP_SUMS // H) // group  # tokens of a tile for warps; most sequences have one tile then
+    by_warps = by_warps and few * num_seqs >= T
+    R = 1 if num_seqs >= T else min(FEW, few if by_warps else MAX_COLUMNS // group)
+    tiles, columns = tiles_of(ctx, T, R), pl.cdiv(R * group, 8) * 8
+    splits = splits or _splits(len(tiles[0]) * K, ctx.block_tables.shape[1] * pages.shape[1])
+    if not by_warps:
+        shape = DecodeShape(K, H, columns, group, pages.shape[1], splits, scale, window, softcap)
+        return _by_warpgroups(ctx, tiles, q, pages, sinks, R, shape)
+    itemsize, width = pages.dtype.itemsize, ctx.block_tables.shape[1]
+    stages = stages or max(2, min(WARP_BYTES // (2 * CHUNK * H * itemsize), 4))
+    shape = WarpShape(
+        T, N, K, H, columns, group, pages.shape[1], width, itemsize, splits, scale, window, softcap, stages
+    )
+    sinks = None if sinks is None else sinks.astype(jnp.float32) * LOG2E
+    out, lse = _call_warps(jnp.stack(tiles, axis=1), ctx.block_tables, q, pages, sinks, shape=shape)
+    return out if splits == 1 else _join_parts(out, lse, shape=shape)
+
+
+def _splits(programs: int, max_keys: int) -> int:
+    """Return enough parts to fill the chip, each with some keys: joining them takes one more kernel.
+
+    A batch may have half as many sequences as rows, and few of them long.
+    """
+    if programs >= ENOUGH:
+        return 1
+    return max(1, min(2 * ENOUGH // programs, max_keys // LEAST_KEYS, MAX_SPLITS))
+
+
+# --- by warps ---------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="shape")  # traced once for all layers of a model
+def _call_warps(
+    tiles: jax.Array, tables: jax.Array, q: jax.Array, pages: jax.Array, sinks: jax.Array | None, *, shape: WarpShape
+) -> tuple[jax.Array, jax.Array]:
+    """Run the warps on tiles [I, 4] of sequence, first token, count and position.
+
+    Returns the output [T, N, H], or that of the parts [splits, T, N, H] f32, and their log-sum-exp [splits, T, N].
+    """
+    K, has_sinks = shape.kv_heads, sinks is not None
+
+    def entry(tiles_ref: Any, *refs: Any) -> None:
+        head, tile = lax.rem(lax.axis_index("item"), K), lax.div(lax.axis_index("item"), K)
+
+        def body(*memory: Any) -> None:
+            @plgpu.inline_mgpu(arg_types=([plgpu.Layout.WG_SPLAT(())] * 6, [plgpu.RefType()] * (len(refs) + 2)))
+            def run(_: Any, numbers: list, refs: list) -> None:
+                refs = refs if has_sinks else [*refs[:3], None, *refs[3:]]
+                attend(Warps(), Part(*(Number(x.registers.flat[0]) for x in numbers)), refs, shape)
+
+            numbers = [head, *(tiles_ref[tile, i] for i in range(4)), lax.axis_index("split")]
+            run(numbers, [*refs, *memory])  # pyright: ignore[reportCallIssue]
+
+        sizes = WARPS * shape.warp_words, 2 * WARPS * shape.columns
+        run = functools.partial(pl.run_scoped, body, *[plgpu.SMEM((size,), jnp.float32) for size in sizes])
+        pl.when(tiles_ref[tile, 2] > 0)(run)
+
+    whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    parts = jax.ShapeDtypeStruct((shape.splits, *q.shape), jnp.float32)
+    lse = jax.ShapeDtypeStruct((shape.splits, *q.shape[:2]), jnp.float32)
+    return plgpu.kernel(
+        entry,
+        out_type=[whole if shape.splits == 1 else parts, lse],
+        grid=(shape.splits, len(tiles) * K),  # the heads of a page lie side by side and are read together
+        grid_names=("split", "item"),  # of which the last one is the innermost
+        kernel_name="decode_attention",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(tiles, tables, q, pages, *([sinks] if has_sinks else []))
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _join_parts(out: jax.Array, lse: jax.Array, *, shape: WarpShape) -> jax.Array:
+    """Join parts [splits, T, N, H]."""
+    rows, like = shape.tokens * shape.heads, jax.ShapeDtypeStruct(out.shape[1:], jnp.bfloat16)
+    program = functools.partial(join, rows=rows, dim=shape.dim, splits=shape.splits)
+    return launch("join_parts", program, [out, lse], [like], pl.cdiv(rows, WARPS), on=Warps())[0]
+
+
+# --- by warpgroups ----------------------------------------------------------------------------------------------------
+
+
+def _by_warpgroups(
+    ctx: Paged, tiles: tuple, q: jax.Array, pages: jax.Array, sinks: jax.Array | None, R: int, shape: DecodeShape
+) -> jax.Array:
+    """Attend by the kernel of decode_kernel.py; XLA joins parts and sinks."""
+    (T, N, H), K, group, splits = q.shape, shape.kv_heads, shape.group, shape.splits
+    G = N // K
+    seq, first, count, position = tiles
+    shape = shape._replace(scale=shape.scale * LOG2E if shape.softcap is None else shape.scale / shape.softcap)
     dtype = jnp.float16 if pages.dtype == jnp.float8_e4m3fn else q.dtype  # what a Hopper GPU converts e4m3 to
     rows = q[jnp.minimum(first[:, None] + jnp.arange(R), T - 1)].reshape(-1, R, K, G, H).transpose(0, 2, 1, 3, 4)
     rows = jnp.pad(rows, ((0, 0),) * 3 + ((0, group - G), (0, 0))).reshape(-1, K, R * group, H)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, columns - R * group), (0, 0))).reshape(-1, H).astype(dtype)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, shape.columns - R * group), (0, 0))).reshape(-1, H).astype(dtype)
     flat = pages.reshape(-1, pages.shape[2] * pages.shape[3])
-    tiles = jnp.stack([seq, count, position], axis=1)
-    out, top, total = _call(tiles, ctx.block_tables, rows, flat, shape=shape)
+    out, top, total = _call(jnp.stack([seq, count, position], axis=1), ctx.block_tables, rows, flat, shape=shape)
 
     def per_token(x: jax.Array) -> jax.Array:
         """Return [splits, T, N, ..] of [splits * I * K, .., C]."""
@@ -82,11 +172,6 @@ def paged_attention(
     if splits == 1 and sinks is None:
         return per_token(out)[0]
     return _join(per_token(out), per_token(top), per_token(total), sinks).astype(q.dtype)
-
-
-def _splits(programs: int, max_keys: int) -> int:
-    """Return enough parts to fill the chip twice over, each with some keys: joining them takes time too."""
-    return max(1, min(-(-2 * PROGRAMS // programs), max_keys // LEAST_KEYS, MAX_SPLITS))
 
 
 def _join(out: jax.Array, top: jax.Array, total: jax.Array, sinks: jax.Array | None) -> jax.Array:

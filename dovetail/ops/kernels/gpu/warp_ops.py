@@ -10,7 +10,7 @@ from jax.extend.mlir.dialects import arith, vector
 
 from dovetail.ops.kernels.gpu.packed_codes import GREATEST_SCALE, scale_bits
 
-INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32"
 OPERANDS = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 CONSTRAINTS = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
 
@@ -112,12 +112,13 @@ def twice(bits: Any) -> Any:
     return arith.ori(bits, arith.shli(bits, c(16)))
 
 
-def multiply_add(sums: list, left: list, right: list) -> list:
-    """Return a thread's sums, four f32, plus a warp's product of registers with two bf16 numbers each."""
+def multiply_add(sums: list, left: list, right: list, of: str = "bf16") -> list:
+    """Return a thread's sums, four f32, plus a warp's product of registers with two numbers each."""
     from jaxlib.mlir.dialects import llvm
 
     f32 = ir.F32Type.get()
     kind = llvm.StructType.get_literal([f32] * 4)
     given = [*left, *right, *sums]
-    found: Any = llvm.inline_asm(kind, given, f"{INSTRUCTION} {OPERANDS}", CONSTRAINTS, has_side_effects=False)
+    text = f"{INSTRUCTION.format(of)} {OPERANDS}"
+    found: Any = llvm.inline_asm(kind, given, text, CONSTRAINTS, has_side_effects=False)
     return [llvm.extractvalue(f32, found, [i]) for i in range(4)]

@@ -195,7 +195,9 @@ class Threads:
         return Number(found) if has_result else None
 
 
-def launch(name: str, program: Any, given: Any, out: list, programs: int, shared: tuple[int, ...] = ()) -> list:
+def launch(
+    name: str, program: Any, given: Any, out: list, programs: int, shared: tuple[int, ...] = (), on: Any = None
+) -> list:
     """Run a program of a warpgroup `programs` times.
 
     Args:
@@ -205,6 +207,7 @@ def launch(name: str, program: Any, given: Any, out: list, programs: int, shared
         out: The shapes and dtypes of the outputs.
         programs: How many there are.
         shared: The sizes of int32 arrays in shared memory.
+        on: The operations, if the program has others than those of `Threads`.
     """
 
     def entry(*refs: Any) -> None:
@@ -213,7 +216,7 @@ def launch(name: str, program: Any, given: Any, out: list, programs: int, shared
 
             @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), [plgpu.RefType()] * len(every)))
             def run(_: Any, number: Any, every: list) -> None:
-                program(Threads(), Number(number.registers.flat[0]), *every)
+                program(on or Threads(), Number(number.registers.flat[0]), *every)
 
             run(lax.axis_index("program"), every)  # pyright: ignore[reportCallIssue]
 
