@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dovetail.ops.kernels.gpu.decode_keys import Part
+from dovetail.ops.kernels.gpu.decode_keys import WarpPart
 from dovetail.ops.kernels.gpu.decode_warp import attend
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, WARPS
 
@@ -239,7 +239,7 @@ def call_warps(tiles, tables, q, pages, sinks, *, shape):
     tile, head, split = (x.reshape(-1) for x in np.mgrid[: len(tiles), :K, : shape.splits])
     used = tiles[tile, 2] > 0
     tile, head, split = tile[used], head[used], split[used]
-    part = Part(*(x.astype(np.int32)[:, None] for x in (head, *tiles[tile].T, split)))
+    part = WarpPart(*(x.astype(np.int32)[:, None] for x in (head, *tiles[tile].T, split)))
     held, stats = Shared(len(tile), WARPS * shape.warp_words), Shared(len(tile), 2 * WARPS * shape.columns)
     out = Output(jax.ShapeDtypeStruct((shape.splits, *q.shape) if shape.splits > 1 else q.shape,
                                       np.float32 if shape.splits > 1 else q.dtype))  # fmt: skip

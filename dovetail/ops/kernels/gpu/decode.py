@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.decode_kernel import HIDDEN, KEYS, LOG2E, DecodeShape, attend_part
-from dovetail.ops.kernels.gpu.decode_keys import CHUNK, Part, WarpShape
+from dovetail.ops.kernels.gpu.decode_keys import CHUNK, WarpPart, WarpShape
 from dovetail.ops.kernels.gpu.decode_ops import Warps
 from dovetail.ops.kernels.gpu.decode_warp import attend, join
 from dovetail.ops.kernels.gpu.mosaic.threads import WARPS, Number, launch
@@ -114,7 +114,7 @@ def _call_warps(
             @plgpu.inline_mgpu(arg_types=([plgpu.Layout.WG_SPLAT(())] * 6, [plgpu.RefType()] * (len(refs) + 2)))
             def run(_: Any, numbers: list, refs: list) -> None:
                 refs = refs if has_sinks else [*refs[:3], None, *refs[3:]]
-                attend(Warps(), Part(*(Number(x.registers.flat[0]) for x in numbers)), refs, shape)
+                attend(Warps(), WarpPart(*(Number(x.registers.flat[0]) for x in numbers)), refs, shape)
 
             numbers = [head, *(tiles_ref[tile, i] for i in range(4)), lax.axis_index("split")]
             run(numbers, [*refs, *memory])  # pyright: ignore[reportCallIssue]

@@ -92,7 +92,7 @@ class WarpShape(NamedTuple):
         return "f16" if self.itemsize == 1 else "bf16"
 
 
-class Part(NamedTuple):
+class WarpPart(NamedTuple):
     """Hold what a program computes: some keys of a tile, for a key head."""
 
     head: Any
@@ -103,10 +103,10 @@ class Part(NamedTuple):
     split: Any
 
 
-class Keys:
+class WarpKeys:
     """Copy the keys and values of a part and score the keys."""
 
-    def __init__(self, on: Any, part: Part, tables: Any, pages: Any, memory: Any, shape: WarpShape) -> None:
+    def __init__(self, on: Any, part: WarpPart, tables: Any, pages: Any, memory: Any, shape: WarpShape) -> None:
         self.on, self.part, self.tables, self.data, self.shape = on, part, tables, pages, shape
         self.lane, self.memory_ref = on.thread % WARP, memory
         self.memory = on.thread // WARP * shape.warp_words  # the warp's own
@@ -236,7 +236,7 @@ def value_pairs(on: Any, words: list, s: WarpShape) -> list:
     return found
 
 
-def column_of(on: Any, part: Part, column: Any, s: WarpShape) -> tuple[Any, Any]:
+def column_of(on: Any, part: WarpPart, column: Any, s: WarpShape) -> tuple[Any, Any]:
     """Return the row [T * N] of a column's query and whether it has one; another column's row if not."""
     token, head = column // s.group, column % s.group
     is_one = (token < part.count) & (head < s.of_group)
@@ -244,8 +244,8 @@ def column_of(on: Any, part: Part, column: Any, s: WarpShape) -> tuple[Any, Any]
     return (part.first + token) * s.heads + part.head * s.of_group + head, is_one
 
 
-def queries_of(on: Any, part: Part, q: Any, s: WarpShape) -> list:
-    """Return for each block the right operands of each 16 dims: column g, the dims that `Keys.keys` loads."""
+def queries_of(on: Any, part: WarpPart, q: Any, s: WarpShape) -> list:
+    """Return for each block the right operands of each 16 dims: column g, the dims that `WarpKeys.keys` loads."""
     lane = on.thread % WARP
     found = []
     for block in s.blocks:

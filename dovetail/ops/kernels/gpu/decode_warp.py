@@ -16,8 +16,8 @@ from dovetail.ops.kernels.gpu.decode_keys import (
     HIDDEN,
     QUAD,
     ROWS,
-    Keys,
-    Part,
+    WarpKeys,
+    WarpPart,
     WarpShape,
     column_of,
     queries_of,
@@ -36,10 +36,10 @@ class Softmax(NamedTuple):
     out: list  # for each block the sums of each product: 16 dims
 
 
-def attend(on: Any, part: Part, refs: list, shape: WarpShape) -> None:
+def attend(on: Any, part: WarpPart, refs: list, shape: WarpShape) -> None:
     """Attend to a part of the keys and store the output and, if there are several parts, its log-sum-exp."""
     tables, q, pages, sinks, out, lse, held, stats = refs
-    warp = Keys(on, part, tables, pages, held, shape)
+    warp = WarpKeys(on, part, tables, pages, held, shape)
     begin, end = warp.bounds()
     first = begin + on.thread // WARP
     page = warp.pages(first)
@@ -133,7 +133,7 @@ def _hold(on: Any, sums: Softmax, held: Any, stats: Any, s: WarpShape) -> None:
                 on.store_all(held, place + x, dims[x : x + 4])
 
 
-def _store(on: Any, part: Part, sinks: Any, out: Any, lse: Any, held: Any, stats: Any, s: WarpShape) -> None:
+def _store(on: Any, part: WarpPart, sinks: Any, out: Any, lse: Any, held: Any, stats: Any, s: WarpShape) -> None:
     """Join the warps, and the sink with the first part; store four dims of a column at a time."""
     for run in range(s.columns * s.dim // (4 * THREADS)):
         place = on.thread * 4 + run * 4 * THREADS
