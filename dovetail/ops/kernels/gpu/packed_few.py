@@ -16,28 +16,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
 from dovetail.ops.capabilities import tries_unmeasured
+from dovetail.ops.kernels.gpu import packed_turns
 from dovetail.ops.kernels.gpu.experts import Tiles
-from dovetail.ops.kernels.gpu.packed_persistent import PersistentWarp, share, suits, token_words
+from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
-from dovetail.ops.kernels.gpu.warp_ops import address, as_vector, c, register, thread, times, wide
+from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
 
 FEW = 8  # tokens of a tile
 MANY = 4 * 132  # programs, from which on each multiprocessor has several of four warps
 AHEAD = 4  # loads of 32 bytes by a thread that are under way
-SMS = 132  # multiprocessors
-MOST_PROGRAMS = {1: 4, 2: 3}  # persistent ones of a multiprocessor whose registers it has, by the weights
-SHARED, RESERVED = 227 * 1024, 1280  # bytes of shared memory: of a multiprocessor, and used by each program beside its own
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -46,26 +41,13 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
-    if tries_unmeasured() and (found := _persistent(p, tiles)):
+    if tries_unmeasured() and (found := packed_turns.plan(p, tiles)):
         return found
     if p.per_byte == 1:
         return p._replace(groups=2, ahead=2) if programs < MANY else p
     # programs share what they read of the tokens, which are many bytes beside 4 bits
     shares = names == 1 and programs >= 2 * MANY and len(tiles.row) > FEW // 2 and out % (2 * BLOCK) == 0
     return p._replace(blocks=2) if shares else p
-
-
-def _persistent(p: FewPlan, tiles: Tiles) -> FewPlan | None:
-    """Return the plan of programs that compute several blocks in turn, if shared memory has room for the tokens."""
-    p = p._replace(ahead=min(p.ahead, p.steps), tokens=min(FEW, len(tiles.row)))
-    shared = 4 * (p.tokens * token_words(p) + 2 * p.warps * p.names * FEW * p.rows) + RESERVED
-    at_once = min(MOST_PROGRAMS[p.names], SHARED // shared)
-    if not suits(p) or at_once < 2:
-        return None
-    if tiles.table.shape[1] > 1:
-        return p._replace(programs=SMS * at_once)
-    blocks = p.out // p.rows  # as many for each program, or one less
-    return p._replace(programs=pl.cdiv(blocks, pl.cdiv(blocks, SMS * at_once)))
 
 
 def product(
@@ -97,8 +79,9 @@ def product(
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
         inputs, out_ref = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
-        run = _persistent_program if p.programs else _program
-        run(p, None if is_matrix else reads, len(tiles.row), epilogue, table_ref, x_ref, inputs, out_ref)
+        run = packed_turns.program if p.programs else _program
+        finish = functools.partial(_finish, p, epilogue, out_ref)
+        run(p, None if is_matrix else reads, len(tiles.row), finish, table_ref, x_ref, inputs)
 
     is_matrix = tiles.table.shape[1] == len(weights[0]["codes"]) == 1  # with one tile, of all tokens
     grid = {"program": p.programs} if p.programs else {"tile": tiles.table.shape[1], "block": p.out // p.rows}
@@ -115,12 +98,12 @@ def product(
 
 
 def _program(
-    p: FewPlan, reads: int | None, T: int, epilogue: Callable, table_ref: Any, x_ref: Any, inputs: dict, out_ref: Any
+    p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict
 ) -> None:
     """Compute some blocks of rows for one tile; `reads` is None if there is one tile, of all T tokens."""
 
     def body(partial: Any, done: Any) -> None:
-        expert, source, target, count = _tile(table_ref, reads, T, lax.axis_index("tile") if reads else None)
+        expert, source, target, count = tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)
         row = lax.axis_index("block") * p.rows
         _add_up(p, partial, x_ref, inputs, expert, row, source, count)
         plgpu.commit_smem()
@@ -129,7 +112,7 @@ def _program(
         @pl.when(lax.axis_index("group") == 0)
         def _() -> None:
             plgpu.barrier_wait(done)
-            _finish(p, epilogue, partial, out_ref, target, row, count)
+            finish(partial, target, row, count)
 
     memory = plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)
     run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
@@ -139,16 +122,7 @@ def _program(
         pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
 
 
-def _tile(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
-    """Return a tile's expert, first row read, first row written, and tokens."""
-    if reads is None:  # without a load before the others
-        return tuple(jnp.int32(n) for n in (0, 0, 0, T))
-    return tuple(table_ref[i, tile] for i in (0, reads, 2, 3))
-
-
-def _finish(
-    p: FewPlan, epilogue: Callable, partial: Any, out_ref: Any, target: Any, row: Any, count: Any
-) -> None:
+def _finish(p: FewPlan, epilogue: Callable, out_ref: Any, partial: Any, target: Any, row: Any, count: Any) -> None:
     """Add up the warps' sums and store the output."""
     own = [[_strided(p, partial[warp, i]) for warp in range(p.warps)] for i in range(p.names)]
     (y,) = epilogue([functools.reduce(jnp.add, sums) for sums in own])
@@ -181,93 +155,6 @@ def _store(p: FewPlan, y: jax.Array, out_ref: Any, target: jax.Array, row: jax.A
             scf.yield_([])
 
     store(y, out_ref, target, row, count)
-
-
-def _persistent_program(
-    p: FewPlan, reads: int | None, T: int, epilogue: Callable, table_ref: Any, x_ref: Any, inputs: dict, out_ref: Any
-) -> None:
-    """Compute some blocks of rows of one tile, one after another; see _program."""
-    blocks = p.out // p.rows
-    if reads is None:
-        tile, part, each = None, lax.axis_index("program"), jnp.int32(p.programs)
-    else:
-        tile, part, each = _share(p, table_ref, lax.axis_index("program"))
-
-    def body(partial: Any, own: Any) -> None:
-        expert, source, target, count = _tile(table_ref, reads, T, tile)
-        turns = lax.div(blocks - part + each - 1, each)
-        warp = functools.partial(_turn, p, partial, x_ref, own, inputs, expert, source, count)
-
-        def turn(n: jax.Array, ahead: jax.Array) -> jax.Array:
-            row, slot = (part + n * each) * p.rows, n % 2  # the other slot may still be read
-            ahead = warp(ahead, row, row + each * p.rows, n + 1 < turns, slot)
-            _finish(p, epilogue, partial.at[slot], out_ref, target, row, count)
-            return ahead
-
-        ahead = warp(None, part * p.rows)
-        if reads is None and p.programs == blocks:
-            warp(ahead, part * p.rows)
-            _finish(p, epilogue, partial.at[0], out_ref, target, part * p.rows, count)
-        else:
-            lax.fori_loop(0, turns, turn, ahead)
-
-    memory = (
-        plgpu.SMEM((2, p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.SMEM((p.tokens * token_words(p),), jnp.int32),
-    )  # fmt: skip
-    run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
-    if reads is None:
-        run()
-    else:
-        pl.when(part < jnp.minimum(each, blocks))(run)
-
-
-def _share(p: FewPlan, table_ref: Any, program: Any) -> tuple:
-    """Return the tile of a program, which of its programs this is (not below all: it has none), and how many it has."""
-    scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=[scalar] * 3)
-    def find(_: Any, table: Any, program: Any) -> list:
-        found = share(table, table_ref.shape[1], p.programs, _as_i32(program))
-        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
-
-    return tuple(find(table_ref, program))
-
-
-def _turn(p: FewPlan, partial: Any, x_ref: Any, own: Any, inputs: dict[str, list], *given: Any) -> Any:
-    """Begin (ahead None) or compute a block, and return what is loaded ahead.
-
-    given: expert, source, count, ahead, row; and for a block the row after, whether there is one, and the slot.
-    """
-    kinds = [kind for kind, refs in inputs.items() if refs]
-    refs = [ref for kind in kinds for ref in inputs[kind]]
-    expert, source, count, ahead, row, *rest = given
-    scalars, begins = [expert, source, count, row, *rest], ahead is None
-    structure = PersistentWarp.structure(p)
-    size = (structure.num_leaves * 128,)
-    layout = plgpu.Layout.WG_STRIDED(size, vec_size=1)
-    result = plgpu.ShapeDtypeStruct(size, jnp.int32, layout=layout) if begins or rest else None
-
-    @plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * 3, [plgpu.RefType()] * len(refs), [SCALAR] * len(scalars), [] if begins else [layout]),
-        return_type=result,
-    )
-    def run(_: Any, partial: Any, x: Any, own: Any, refs: list, scalars: list, ahead: list) -> Any:
-        each = len(refs) // len(kinds)
-        found = {kind: refs[i * each :][:each] for i, kind in enumerate(kinds)}
-        expert, source, count, row, *rest = map(_as_i32, scalars)
-        warp = PersistentWarp(p, partial, x, own, found, expert, source, count)
-        if begins:
-            left = warp.begin(row)
-            warp.fill()
-        else:
-            left = warp.block(row, jax.tree.unflatten(structure, [register(x) for x in ahead[0].registers.flat]), *rest)
-        utils.warpgroup_barrier()
-        if result is None:
-            return None
-        registers = np.array([as_vector(x) for x in jax.tree.leaves(left, is_leaf=lambda x: isinstance(x, ir.Value))], dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
-
-    return run(partial, x_ref, own, refs, scalars, [] if begins else [ahead])
 
 
 def _add_up(

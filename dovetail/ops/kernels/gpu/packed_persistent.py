@@ -1,9 +1,12 @@
-"""The operations of a warp that multiplies several blocks of packed weights in turn, for kernels/gpu/packed_few.py.
+"""The operations of a warp that multiplies several blocks of packed weights in turn, for kernels/gpu/packed_turns.py.
 
-Beside packed_warp: a program loads the first codes of its next block before it adds up the sums of the last one, so
-that loads are always under way. The tokens lie in shared memory, in the pairs that the planes of a word are multiplied
-with. Loads are pinned to where they are written: otherwise the compiler moves them to the products that need them,
-which leaves two steps under way, and moves all scales of a block behind its products.
+Beside packed_warp: codes come through shared memory. A thread copies its own ones some steps ahead (cp.async), also
+those of the next block while it still multiplies the last one, so that loads are always under way without registers
+for them; no thread waits for another one but at the end of a block. Left alone, the compiler moves loads to registers
+next to the products that need them, whatever the order in which they are written.
+
+The scales of a block, which lie side by side, are copied during the block before it. The tokens lie in shared memory
+in the pairs that the planes of a word are multiplied with.
 """
 
 from __future__ import annotations
@@ -11,38 +14,39 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
+from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.ops.kernels.gpu.packed_codes import planes_of
-from dovetail.ops.kernels.gpu.packed_warp import ONCE, QUAD, WARPS, FewPlan, LoadedStep, Warp
+from dovetail.ops.kernels.gpu.packed_warp import BLOCK, QUAD, FewPlan, LoadedStep, Warp
 from dovetail.ops.kernels.gpu.warp_ops import (
     as_f32,
     ballot,
     bits_of,
     byte_address,
     c,
+    commit,
+    copy_later,
     count_ones,
     load_now,
     load_shared,
+    load_shared_number,
     load_words,
-    moved,
     number,
-    pin,
     repeat,
     store_shared,
     thread,
     times,
+    wait_for_copies,
     wide,
 )
 
-THREADS = 32 * WARPS
 PIECE = 8  # values of a token in 16 bytes
 FILLED = 8  # pieces that a thread loads at once
 PAD = 64  # bytes after each token: two tokens are read from different banks
+COPY = 16  # bytes of a copy of scales
 
 
 def suits(p: FewPlan) -> bool:
@@ -52,7 +56,7 @@ def suits(p: FewPlan) -> bool:
 
 def pieces(p: FewPlan) -> int:
     """Return the pieces of a token in shared memory, as many for each thread."""
-    return pl.cdiv(p.steps * p.step * p.per_byte // PIECE, THREADS) * THREADS
+    return pl.cdiv(p.steps * p.step * p.per_byte // PIECE, p.threads) * p.threads
 
 
 def token_words(p: FewPlan) -> int:
@@ -60,12 +64,21 @@ def token_words(p: FewPlan) -> int:
     return (16 * pieces(p) + PAD) // 4
 
 
-class Rows(NamedTuple):
-    """Describe a thread's two rows of a block: the weight's array, the first row, where its first bytes are."""
+def ring_words(p: FewPlan) -> int:
+    """Return the words of 32 bits of the codes of `ahead` steps."""
+    return p.ahead * p.names * 2 * p.threads * p.loaded // 4
 
-    array: int
-    first: Any
-    places: dict[str, Any]
+
+def group_bytes(p: FewPlan) -> dict[str, int]:
+    """Return the bytes of the scales and zero points of a row's groups."""
+    lengths = p.form.lengths(p.size)
+    kinds = [kind for kind in ("scale", "zero") if p.form.group and kind in lengths]
+    return {kind: lengths[kind][0] * lengths[kind][1].itemsize for kind in kinds}
+
+
+def scale_words(p: FewPlan) -> int:
+    """Return the words of 32 bits of the scales and zero points of a block, twice."""
+    return max(1, 2 * p.names * BLOCK * sum(group_bytes(p).values()) // 4)
 
 
 def share(table: Any, tiles: int, programs: int, program: Any) -> tuple:
@@ -97,40 +110,49 @@ def share(table: Any, tiles: int, programs: int, program: Any) -> tuple:
     return tile, arith.select(has_tile, arith.remui(program, each), each), each
 
 
-class PersistentWarp(Warp):
-    """Write the operations of a warp; `own` is the shared memory of the tokens."""
+class Memory(NamedTuple):
+    """Name a program's shared memory: words of 32 bits, and the sums of two blocks."""
 
-    def __init__(self, p: FewPlan, partial: Any, x: Any, own: Any, inputs: dict[str, list], expert, source, count):
-        super().__init__(p, partial, x, inputs, expert, c(0), source, count)
-        self.own, self.source, self.count = own, source, count
+    tokens: Any
+    ring: Any  # codes
+    scales: Any
+    partial: Any
+
+
+class PersistentWarp(Warp):
+    """Write the operations of a warp."""
+
+    def __init__(self, p: FewPlan, memory: Memory, x: Any, inputs: dict[str, list], expert, source, count) -> None:
+        super().__init__(p, memory.partial, x, inputs, expert, c(0), source, count)
+        self.memory, self.source, self.count = memory, source, count
         self.at = times(arith.addi(times(self.warp, QUAD), self.quad), p.loaded)
-        self.per_group = max(1, p.form.group // p.per_byte)  # bytes of a row
         self.each = p.loaded * p.per_byte // PIECE  # pieces of a load
-        self.kinds = [kind for kind in ("codes", "scale", "zero") if kind in inputs and (kind == "codes" or p.form.group)]
+        self.groups = group_bytes(p)
         token = arith.minui(self.row, arith.subi(count, c(1)))
         piece = arith.addi(times(self.warp, QUAD * self.each), self.quad)
         self.place = arith.addi(times(token, 4 * token_words(p)), times(piece, 16))
+        self.expert_row = times(expert, p.out * (p.names if p.is_joined else 1))
 
     # --- the tokens ---------------------------------------------------------------------------------------------------
 
     def fill(self) -> None:
         """Copy the tokens to shared memory, in pairs, with zeros after the end of a row."""
-        each = pieces(self.p) // THREADS
-        at_once, total = min(FILLED, self.p.tokens * each), times(self.count, each)
+        p, each = self.p, pieces(self.p) // self.p.threads
+        at_once, total = min(FILLED, p.tokens * each), times(self.count, each)
 
         def some(i: Any) -> None:
             numbers = [arith.addi(times(i, at_once), c(j)) for j in range(at_once)]
             numbers = [arith.minsi(n, arith.subi(total, c(1))) for n in numbers]
             found = [self.piece(arith.divui(n, c(each)), arith.remui(n, c(each))) for n in numbers]
             for place, words in found:
-                store_shared(self.own, place, words)
+                store_shared(self.memory.tokens, place, words)
 
         repeat(arith.divui(arith.addi(total, c(at_once - 1)), c(at_once)), some)
 
     def piece(self, token: Any, number: Any) -> tuple[Any, list]:
         """Return the place of a thread's piece in shared memory, and its values in pairs."""
         p, each = self.p, self.each
-        at = arith.addi(times(number, THREADS), thread())
+        at = arith.addi(times(number, p.threads), thread())
         is_there = arith.cmpi(arith.CmpIPredicate.slt, at, c(p.size // PIECE))
         column = times(arith.minsi(at, c(p.size // PIECE - 1)), 2 * PIECE)
         values = load_words(byte_address(self.x, wide(arith.addi(self.source, token)), 2 * p.size, column), 4)
@@ -140,156 +162,164 @@ class PersistentWarp(Warp):
         to = arith.addi(arith.addi(of_quad, inner), arith.remui(arith.divui(at, c(each)), c(QUAD)))
         return arith.addi(times(token, 4 * token_words(p)), times(to, 16)), pairs
 
-    def ordered(self, place: Any, step: int) -> list:
+    def ordered(self, step: Any) -> list:
         """Return the pairs of a token's values that belong to the codes of a step."""
-        first = step * self.bytes_of_tokens
-        return [x for i in range(self.each) for x in load_shared(self.own, place, first + 16 * QUAD * i)]
-
-    @property
-    def bytes_of_tokens(self) -> int:
-        """Return the bytes of a token in a step."""
-        return 2 * self.p.step * self.p.per_byte
+        place = arith.addi(self.place, times(step, 2 * self.p.step * self.p.per_byte))
+        ats = [16 * QUAD * i for i in range(self.each)]
+        return [x for at in ats for x in load_shared(self.memory.tokens, place, at, 4)]
 
     def pairs(self, tokens: list) -> list[list]:
         """Return the pairs of each word: they are in this order."""
         planes = len(planes_of(self.p.form.name))
         return [tokens[i : i + planes] for i in range(0, len(tokens), planes)]
 
-    # --- the codes ----------------------------------------------------------------------------------------------------
+    # --- codes and scales ---------------------------------------------------------------------------------------------
 
-    def find(self, row: Any) -> list[Rows]:
-        """Return a thread's rows of the block that begins at a row."""
-        found = []
-        for _, array, (first, _) in self.rows:
-            first = arith.addi(first, wide(row))
-            group = arith.divui(self.at, c(self.per_group))
-            offsets = {kind: self.at if kind == "codes" else times(group, self.item(kind)) for kind in self.kinds}
-            places = {k: byte_address(self.inputs[k][array], first, self.width(k), at) for k, at in offsets.items()}
-            found.append(Rows(array, first, places))
-        return found
-
-    def item(self, kind: str) -> int:
-        """Return the bytes of a scale or zero point."""
-        return bits_of(self.inputs[kind][0]) // 8
-
-    def width(self, kind: str) -> int:
-        """Return the bytes from a row to the next one."""
-        return self.p.width if kind == "codes" else self.p.size // self.p.form.group * self.item(kind)
-
-    def stride(self, kind: str) -> int:
-        """Return the bytes from a step to the next one."""
-        return self.p.step if kind == "codes" else self.p.step // self.per_group * self.item(kind)
-
-    def load(self, rows: list[Rows], step: int, when: Any = None) -> LoadedStep:
-        """Load the codes and scales of the step that comes so many after the rows' places."""
-        found: dict[str, list[tuple]] = {kind: [] for kind in ("codes", "scale", "zero")}
-        for kind in self.kinds:
-            for each in rows:
-                ats = [step * self.stride(kind) + half * self.width(kind) for half in (0, 8)]
-                if kind == "codes":
-                    pair = tuple(load_now(each.places[kind], at, self.p.loaded, when, ONCE) for at in ats)
-                else:
-                    pair = tuple(load_now(each.places[kind], at, self.item(kind), when)[0] for at in ats)
-                found[kind].append(pair)
-        return LoadedStep(*found.values())
-
-    def load_known(self, rows: list[Rows], step: int, when: Any = None) -> LoadedStep:
-        """Load a step that may be the last one, in which threads behind the end of a row load its end once more."""
+    def first_row(self, i: int, row: Any) -> tuple[int, Any]:
+        """Return the array of weight i, and the row in it at which a block begins."""
         p = self.p
-        if (step + 1) * p.step <= p.width:
-            return self.load(rows, step, when)
-        at = arith.minsi(arith.addi(self.at, c(step * p.step)), c(p.width - p.loaded))
-        moves = {"codes": arith.subi(at, self.at)}
-        group = arith.subi(*(arith.divui(n, c(self.per_group)) for n in (at, self.at)))
-        moves |= {kind: times(group, self.item(kind)) for kind in self.kinds if kind != "codes"}
-        return self.load([r._replace(places={k: moved(x, moves[k]) for k, x in r.places.items()}) for r in rows], 0, when)
+        array, before = (0, i * p.out) if p.is_joined else (i, 0)
+        return array, arith.addi(arith.addi(row, self.expert_row), c(before))
 
-    def edges(self, rows: list[Rows]) -> list[dict[str, list]]:
+    def offset_of(self, step: Any) -> Any:
+        """Return where a thread's bytes of a step begin in a row; behind its end they are the last ones."""
+        offset = arith.addi(self.at, times(step, self.p.step))
+        is_whole = self.p.width % self.p.step == 0
+        return offset if is_whole else arith.minsi(offset, c(self.p.width - self.p.loaded))
+
+    def group_of(self, step: Any) -> Any:
+        """Return the group of a thread's codes of a step."""
+        return arith.divui(self.offset_of(step), c(self.p.form.group // self.p.per_byte))
+
+    def stage(self, number: Any) -> Any:
+        """Return where a thread's codes of a step, one after another in all blocks, are in the ring."""
+        p = self.p
+        stage = times(arith.remui(number, c(p.ahead)), p.names * 2 * p.threads * p.loaded)
+        return arith.addi(stage, times(thread(), p.loaded))
+
+    def copy(self, row: Any, step: Any, number: Any, when: Any = None) -> None:
+        """Copy the codes of a step of a block to the ring, as its step `number`; nothing if not `when`."""
+        p = self.p
+        to, offset = self.stage(number), self.offset_of(step)
+        for i in range(p.names):
+            array, first = self.first_row(i, row)
+            pointer = byte_address(self.inputs["codes"][array], wide(arith.addi(first, self.row)), p.width, offset)
+            for half in (0, 1):
+                at = (2 * i + half) * p.threads * p.loaded
+                copy_later(self.memory.ring, to, at, pointer, 8 * half * p.width, p.loaded, when)
+
+    def copy_scales(self, row: Any, slot: Any, when: Any = None) -> None:
+        """Copy the scales and zero points of a block; a thread copies several parts of 16 bytes."""
+        p, at = self.p, 0
+        for i in range(p.names):
+            array, first = self.first_row(i, row)
+            for kind, size in self.groups.items():
+                for begin in range(0, size, p.threads):  # 16 rows are `size` parts
+                    part = arith.addi(thread(), c(begin))
+                    exists = arith.cmpi(arith.CmpIPredicate.slt, part, c(size))
+                    exists = exists if when is None else arith.andi(exists, when)
+                    pointer = byte_address(self.inputs[kind][array], wide(first), size, times(part, COPY))
+                    to = arith.addi(times(slot, 2 * scale_words(p)), times(part, COPY))
+                    copy_later(self.memory.scales, to, at, pointer, 0, COPY, exists)
+                at += BLOCK * size
+
+    def loaded_step(self, step: Any, number: Any, slot: Any) -> LoadedStep:
+        """Return the codes and scales of a step."""
+        p, at = self.p, 0
+        place = self.stage(number)
+        words, found = [], {"scale": [], "zero": []}
+        for i in range(p.names):
+            ats = [(2 * i + half) * p.threads * p.loaded for half in (0, 1)]
+            words.append(tuple(load_shared(self.memory.ring, place, at, p.loaded // 4) for at in ats))
+        for _ in range(p.names):
+            for kind, size in self.groups.items():
+                ref, item = self.inputs[kind][0], bits_of(self.inputs[kind][0]) // 8
+                own = arith.addi(times(self.row, size), times(self.group_of(step), item))
+                own = arith.addi(own, times(slot, 2 * scale_words(p)))
+                ats = [at + 8 * half * size for half in (0, 1)]
+                found[kind].append(tuple(load_shared_number(self.memory.scales, own, at, ref) for at in ats))
+                at += BLOCK * size
+        return LoadedStep(words, found["scale"], found["zero"])
+
+    def edges(self, row: Any) -> list[dict[str, list]]:
         """Load the scales and biases of rows."""
         kinds = [kind for kind in ("scale", "bias") if kind in self.inputs and (kind == "bias" or not self.p.form.group)]
         found = []
-        for each in rows:
-            refs = {kind: self.inputs[kind][each.array] for kind in kinds}
-            sizes = {kind: bits_of(ref) // 8 for kind, ref in refs.items()}
-            places = {kind: byte_address(ref, each.first, sizes[kind], c(0)) for kind, ref in refs.items()}
-            loaded = {k: [load_now(places[k], half * sizes[k], sizes[k])[0] for half in (0, 8)] for k in kinds}
-            found.append({kind: [(x, refs[kind]) for x in pair] for kind, pair in loaded.items()})
+        for i in range(self.p.names):
+            array, first = self.first_row(i, row)
+            found.append({})
+            for kind in kinds:
+                ref = self.inputs[kind][array]
+                item = bits_of(ref) // 8
+                pointer = byte_address(ref, wide(arith.addi(first, self.row)), item, c(0))
+                found[-1][kind] = [as_f32(number(load_now(pointer, 8 * half * item, item), ref)) for half in (0, 1)]
         return found
+
+    def end(self, kind: str, at: int) -> list | None:
+        """Return the scales or biases of a block's rows, in f32, if rows have them."""
+        return self.ends[at].get(kind)
 
     # --- a block ------------------------------------------------------------------------------------------------------
 
-    def begin(self, row: Any) -> list[LoadedStep]:
-        """Load the first steps of the first block."""
-        rows = self.find(row)
-        ahead = [self.load_known(rows, i) for i in range(self.p.ahead)]
-        pin()
-        return ahead
+    def begin(self, row: Any) -> None:
+        """Begin to copy the first block, and fill the tokens' memory."""
+        p = self.p
+        self.copy_scales(row, c(0))
+        for i in range(p.ahead - 1):
+            self.copy(row, c(i), c(i))
+            commit()
+        self.fill()
+        wait_for_copies(p.ahead - 2)
 
-    def block(
-        self, row: Any, ahead: list[LoadedStep], after: Any = None, has_next: Any = None, slot: Any = None
-    ) -> list[LoadedStep]:
-        """Add up and store the sums of a block, and return the first steps of the one `after` it, if there is one.
+    def block(self, row: Any, after: Any = None, has_next: Any = None, turn: Any = None) -> None:
+        """Add up and store the sums of a block, and begin to copy the one after it.
 
         Args:
             row: The first row of the block.
-            ahead: The block's first steps.
             after: The first row of the block after it; None if there never is one.
             has_next: Whether there is one.
-            slot: Where in `partial` to store the sums; 0 if None.
+            turn: How many blocks the program has computed; none if None.
         """
-        p, self.slot = self.p, (c(0) if slot is None else slot,)
-        self.now = self.find(row)
-        self.ends = self.edges(self.now)
-        totals = [[utils.c(0.0, ir.F32Type.get())] * 4 for _ in self.rows]
-        rounds = max(0, (p.steps - 1) // p.ahead - 1)  # the last step is not loaded in the loop
-        rounds = rounds if rounds > 1 else 0
-        if rounds:
-            totals, ahead, _ = self.loop(rounds, totals, ahead, [])
-        following = None if after is None else self.find(after)
-        for i in range(rounds * p.ahead, p.steps):
-            own, current, ahead = self.ordered(self.place, i), ahead[0], ahead[1:]
-            if i + p.ahead < p.steps:
-                ahead = [*ahead, self.load_known(self.now, i + p.ahead)]
-            elif following is not None:
-                ahead = [*ahead, self.load_known(following, i + p.ahead - p.steps, has_next)]
-            pin()
-            totals = self.multiply(own, self.typed(current), totals)
-        self.store(totals)
-        return ahead
+        p, turn = self.p, c(0) if turn is None else turn
+        slot = arith.andi(turn, c(1))
+        self.slot = (slot,)
+        self.ends = self.edges(row)
+        if after is not None:
+            self.copy_scales(after, arith.subi(c(1), slot), has_next)
+        before = times(turn, p.steps)
 
-    def round(self, first: Any, totals: list, ahead: list[LoadedStep], tokens: list) -> tuple[list, list, list]:
-        """Do `ahead` steps of a block: after them, each register has its role again."""
-        rows = [
-            r._replace(places={k: moved(x, times(first, self.stride(k))) for k, x in r.places.items()}) for r in self.now
-        ]
-        place, ahead = arith.addi(self.place, times(first, self.bytes_of_tokens)), list(ahead)
-        for i in range(self.p.ahead):
-            own, current = self.ordered(place, i), ahead[i]
-            ahead[i] = self.load(rows, i + self.p.ahead)
-            pin()
-            totals = self.multiply(own, self.typed(current), totals)
-        return totals, ahead, tokens
+        def one(step: Any, totals: list) -> list:
+            now = arith.addi(before, step)
+            wait_for_copies(p.ahead - 2)
+            own, loaded = self.ordered(step), self.loaded_step(step, now, slot)
+            self.copy_next(step, now, row, after, has_next)
+            commit()
+            return self.multiply(own, loaded, totals)
 
-    def typed(self, loaded: LoadedStep) -> LoadedStep:
-        """Return the step with scales and zero points as numbers of their types."""
-        scales, zeros = (
-            [tuple(number(x, self.inputs[kind][0]) for x in pair) for pair in pairs]
-            for kind, pairs in (("scale", loaded.scales), ("zero", loaded.zeros))
-        )
-        return LoadedStep(loaded.words, scales, zeros)
+        self.store(self.steps(one, [[utils.c(0.0, ir.F32Type.get())] * 4 for _ in self.rows]))
 
-    def end(self, kind: str, at: int) -> list | None:
-        """Return the scales or biases of the rows, in f32."""
-        pair = self.ends[at].get(kind)
-        return None if pair is None else [as_f32(number(x, ref)) for x, ref in pair]
+    def copy_next(self, step: Any, now: Any, row: Any, after: Any, has_next: Any) -> None:
+        """Copy the codes of a later step, where those of the step before this one were."""
+        p, ahead = self.p, self.p.ahead - 1
+        later = arith.addi(step, c(ahead))
+        is_own = arith.cmpi(arith.CmpIPredicate.slt, later, c(p.steps))
+        when = is_own if after is None else arith.ori(is_own, has_next)
+        of = row if after is None else arith.select(is_own, row, after)
+        wrapped = arith.select(is_own, later, arith.subi(later, c(p.steps)))
+        self.copy(of, wrapped, arith.addi(now, c(ahead)), when)
 
-    # --- what is loaded ahead, between two blocks ---------------------------------------------------------------------
-
-    @staticmethod
-    def structure(p: FewPlan) -> Any:
-        """Return the structure of what is loaded ahead."""
-        blocks = range(p.names * p.blocks)
-        words = [([0] * max(1, p.loaded // 4),) * 2 for _ in blocks]
-        scales = [(0, 0) for _ in blocks if p.form.group]
-        zeros = scales if p.form.name == "uint4" else []
-        return jax.tree.structure([LoadedStep(words, scales, zeros)] * p.ahead)
+    def steps(self, one: Any, totals: list) -> list:
+        """Return the totals after all steps: a loop with two in each round, so that they overlap."""
+        each = 2 if self.p.steps % 2 == 0 else 1
+        index = ir.IndexType.get()
+        flat = [x for total in totals for x in total]
+        loop = scf.ForOp(utils.c(0, index), utils.c(self.p.steps // each, index), utils.c(1, index), flat)
+        with ir.InsertionPoint(loop.body):
+            first = times(arith.index_cast(c(0).type, loop.induction_variable), each)
+            values = list(loop.inner_iter_args)
+            found = [values[i : i + 4] for i in range(0, len(values), 4)]
+            for i in range(each):
+                found = one(arith.addi(first, c(i)), found)
+            scf.yield_([x for total in found for x in total])
+        values = list(loop.results)
+        return [values[i : i + 4] for i in range(0, len(values), 4)]

@@ -69,6 +69,11 @@ class FewPlan(NamedTuple):
         return WARPS * self.groups
 
     @property
+    def threads(self) -> int:
+        """Return the threads of a program."""
+        return 32 * self.warps
+
+    @property
     def per_byte(self) -> int:
         """Return the values of a byte."""
         return CODES[self.form.name][1]

@@ -11,6 +11,7 @@ from jax.extend.mlir.dialects import arith, scf, vector
 
 INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 OPERANDS = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+BARRIER = 8  # Mosaic has those below 1 + warpgroups
 CONSTRAINTS = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
 
 
@@ -84,31 +85,90 @@ def moved(pointer: Any, count: Any) -> Any:
     return utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
 
 
-def load_now(pointer: Any, first: int, count: int, when: Any = None, cache: str = "") -> list:
-    """Return `count` bytes from `first` on, in words of 32 bits; zeros if not `when`.
-
-    The compiler moves such a load neither over another one nor over `pin`.
-    """
+def load_now(pointer: Any, first: int, count: int) -> Any:
+    """Return the 1, 2 or 4 bytes from `first` on in a word, loaded where this is written."""
     from jaxlib.mlir.dialects import llvm
 
-    words, i32 = max(1, count // 4), int32()
-    form = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[count]
-    registers = ", ".join(f"${i}" for i in range(words))
-    load = f"ld.global{cache}.{form} {f'{{{registers}}}' if words > 1 else registers}, [${words}+{first}];"
-    given = [llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)]
-    constraints = ",".join(["=&r"] * words) + ",l"
+    text = f"ld.global.{ {1: 'u8', 2: 'u16', 4: 'u32'}[count] } $0, [$1+{first}];"
+    given = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+    return llvm.inline_asm(int32(), [given], text, "=r,l", has_side_effects=True)
+
+
+def number(word: Any, ref: Any) -> Any:
+    """Return the lowest bits of a word as an element of `ref`."""
+    kind = ir.MemRefType(ref.type).element_type
+    bits = word if kind.width == 32 else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
+    return bits if isinstance(kind, ir.IntegerType) else arith.bitcast(kind, bits)
+
+
+# --- shared memory: `place` and `first` are bytes from the beginning of an array ----------------------------------------
+
+
+def load_shared(ref: Any, place: Any, first: int, count: int) -> list:
+    """Return 1, 2 or 4 words of 32 bits."""
+    from jaxlib.mlir.dialects import llvm
+
+    pointer = moved(moved(utils.memref_ptr(ref), place), first)
+    words: Any = llvm.load(ir.VectorType.get((count,), int32()), pointer, alignment=4 * count)
+    return [vector.extract(words, [], [i]) for i in range(count)]
+
+
+def load_shared_number(ref: Any, place: Any, first: int, like: Any) -> Any:
+    """Return an element of `like`'s type."""
+    from jaxlib.mlir.dialects import llvm
+
+    return llvm.load(ir.MemRefType(like.type).element_type, moved(moved(utils.memref_ptr(ref), place), first))
+
+
+def store_shared(ref: Any, place: Any, words: list) -> None:
+    """Store four words of 32 bits."""
+    from jaxlib.mlir.dialects import llvm
+
+    found = vector.from_elements(ir.VectorType.get((4,), int32()), words)
+    llvm.store(found, moved(utils.memref_ptr(ref), place), alignment=16)
+
+
+def copy_later(ref: Any, place: Any, first: int, pointer: Any, begin: int, count: int, when: Any = None) -> None:
+    """Begin to copy 4, 8 or 16 bytes, from `begin` on, to shared memory; nothing if not `when`."""
+    from jaxlib.mlir.dialects import llvm
+
+    cache = "cg" if count == 16 else "ca"  # only 16 bytes can bypass the L1 cache
+    text = f"cp.async.{cache}.shared.global.L2::128B [$0+{first}], [$1+{begin}], {count};"
+    to = llvm.ptrtoint(int32(), moved(utils.memref_ptr(ref), place))
+    given, constraints = [to, llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)], "r,l"
     if when is not None:
-        zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
-        load = f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros} @p {load} }}"
-        given, constraints = [*given, arith.extui(i32, when)], constraints + ",r"
-    kind = i32 if words == 1 else llvm.StructType.get_literal([i32] * words)
-    found: Any = llvm.inline_asm(kind, given, load, constraints, has_side_effects=True)
-    return [found] if words == 1 else [llvm.extractvalue(i32, found, [i]) for i in range(words)]
+        text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {text} }}"
+        given, constraints = [*given, arith.extui(int32(), when)], "r,l,r"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), given, text, f"{constraints},~{{memory}}", has_side_effects=True)
 
 
-def pin() -> None:
-    """Keep the loads that are written before this place before it."""
-    utils.warp_barrier()
+def barrier(threads: int) -> None:
+    """Wait for all threads of a program."""
+    _do(f"bar.sync {BARRIER}, {threads};")
+
+
+def commit() -> None:
+    """Let the copies since the last commit be waited for together."""
+    _do("cp.async.commit_group;")
+
+
+def wait_for_copies(left: int) -> None:
+    """Wait until all but the `left` latest groups of a thread's copies are done."""
+    _do(f"cp.async.wait_group {left};")
+
+
+def _do(text: str) -> None:
+    from jaxlib.mlir.dialects import llvm
+
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
+
+
+def repeat(count: Any, run: Callable[[Any], None]) -> None:
+    """Run `run` with the numbers below `count`, in a loop."""
+    loop = scf.ForOp(c(0), count, c(1), [])
+    with ir.InsertionPoint(loop.body):
+        run(loop.induction_variable)
+        scf.yield_([])
 
 
 def ballot(condition: Any) -> Any:
@@ -124,43 +184,6 @@ def count_ones(word: Any) -> Any:
     from jaxlib.mlir.dialects import math
 
     return math.ctpop(word)
-
-
-def as_vector(word: Any) -> Any:
-    """Return a word as a vector of one."""
-    return vector.broadcast(ir.VectorType.get((1,), word.type), word)
-
-
-def number(word: Any, ref: Any) -> Any:
-    """Return the lowest bits of a word as an element of `ref`."""
-    kind = ir.MemRefType(ref.type).element_type
-    bits = word if kind.width == 32 else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
-    return bits if isinstance(kind, ir.IntegerType) else arith.bitcast(kind, bits)
-
-
-def load_shared(ref: Any, place: Any, first: int) -> list:
-    """Return four words of 32 bits from shared memory, so many bytes after its beginning."""
-    from jaxlib.mlir.dialects import llvm
-
-    pointer = moved(moved(utils.memref_ptr(ref), place), first)
-    words: Any = llvm.load(ir.VectorType.get((4,), int32()), pointer, alignment=16)
-    return [vector.extract(words, [], [i]) for i in range(4)]
-
-
-def store_shared(ref: Any, place: Any, words: list) -> None:
-    """Store four words of 32 bits in shared memory, so many bytes after its beginning."""
-    from jaxlib.mlir.dialects import llvm
-
-    found = vector.from_elements(ir.VectorType.get((4,), int32()), words)
-    llvm.store(found, moved(utils.memref_ptr(ref), place), alignment=16)
-
-
-def repeat(count: Any, run: Callable[[Any], None]) -> None:
-    """Run `run` with the numbers below `count`, in a loop."""
-    loop = scf.ForOp(c(0), count, c(1), [])
-    with ir.InsertionPoint(loop.body):
-        run(loop.induction_variable)
-        scf.yield_([])
 
 
 def halves(low: Any, high: Any, which: int) -> Any:
