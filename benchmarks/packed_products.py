@@ -1,20 +1,24 @@
 """Check and time products with packed weights on a Hopper GPU: matrices and experts, few tokens.
 
-    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64 256]
+    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64 256] [--persistent] [--plans]
 
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
 tokens, tiles that end past the rows, and parts of the input. `--time` prints microseconds and the share of the card's
 bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
 and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
-that fails is printed, and the others go on.
+that fails is printed, and the others go on. `--persistent` adds lines of the persistent programs for up to 8 tokens
+(kernels/gpu/packed_turns.py), which are not chosen by default, and `--plans` one for each of their plans.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,8 +28,9 @@ import numpy as np
 from dovetail.core.formats import Format
 from dovetail.ops import moe
 from dovetail.ops.glu import Glu
+from dovetail.ops.kernels.gpu import packed_few, packed_turns
 from dovetail.ops.kernels.gpu.experts import few_token_experts
-from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul
+from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul, tiles_of
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
 
@@ -41,12 +46,16 @@ FORMATS = {
     "mxfp4": Format("mxfp4", 32, "uint8"),
 }
 CHECKED = FORMATS | {"int4 g32": Format("int4", 32, "float16"), "uint4 g64": Format("uint4", 64, "float16")}
-MATRICES = {"4096 x 4096": (4096, 4096), "14336 x 4096": (14336, 4096), "4096 x 14336": (4096, 14336)}
+MATRICES = {
+    "4096 x 4096": (4096, 4096), "6144 x 4096": (6144, 4096), "14336 x 4096": (14336, 4096),
+    "28672 x 4096": (28672, 4096), "4096 x 14336": (4096, 14336),
+}  # fmt: skip
 # what: (D, F, E, k, activation, biases, formats)
 EXPERTS = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8_block", "int4")),
     "gpt-oss-20b": (2880, 2880, 32, 4, Glu(limit=7.0), True, ("mxfp4",)),
 }
+UNMEASURED = "DOVETAIL_UNMEASURED_KERNELS"
 LIMIT = 8e-3  # of the greatest value: a result in bf16
 
 
@@ -61,6 +70,17 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
     return w if form is None else Quantized(pack(form, w), form, jnp.dtype(jnp.bfloat16))
 
 
+@contextlib.contextmanager
+def unmeasured(is_chosen: bool) -> Iterator[None]:
+    """Let kernels be chosen, or not, that have never run on a card."""
+    before = os.environ.get(UNMEASURED)
+    os.environ[UNMEASURED] = str(int(is_chosen))
+    jax.clear_caches()
+    yield
+    os.environ.pop(UNMEASURED) if before is None else os.environ.update({UNMEASURED: before})
+    jax.clear_caches()
+
+
 def error(got: jax.Array, expected: jax.Array) -> float:
     """Return the greatest difference as a share of the greatest value."""
     return float(jnp.max(jnp.abs(got.astype(jnp.float32) - expected)) / jnp.max(jnp.abs(expected)))
@@ -69,27 +89,29 @@ def error(got: jax.Array, expected: jax.Array) -> float:
 def reported(label: str, run: Callable[[], str]) -> None:
     """Print what `run` returns, or how it failed."""
     try:
-        print(f"{label:34} {run()}", flush=True)
+        print(f"{label:48} {run()}", flush=True)
     except Exception as problem:  # the other lines are still wanted
-        print(f"{label:34} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
+        print(f"{label:48} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str) -> None:
-    """Compare matrices in all formats and experts in some with unpack-then-multiply."""
+def check(only: str, note: str = "", most: int = 1024) -> None:
+    """Compare matrices in all formats and experts in some, of `most` tokens, with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
         for T, out, size, dtype in (
-            (1, 512, 4096, None), (5, 28672, 4096, None), (100, 8192, 1024, None),
-            (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
+            (1, 512, 4096, None), (1, 28672, 4096, None), (5, 28672, 4096, None), (8, 4096, 4096, None),
+            (100, 8192, 1024, None), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
         ):  # fmt: skip
-            if only in name and size % (form.group or 64) == 0:
-                reported(f"{name}, {T} x {out} x {size}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
+            if most >= T and only in name and size % (form.group or 64) == 0:
+                reported(f"{name}, {T} x {out} x {size}{note}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
     for name in ("mxfp4", "fp8_block", "int4"):
-        for T in (3, 5, 40) if only in name else ():
-            reported(f"{name}, experts, {T} tokens", lambda form=FORMATS[name], T=T: _check_experts(form, T))
+        for T in (1, 3, 5, 8, 40):
+            if most < T or only not in name:
+                continue
+            reported(f"{name}, experts, {T} tokens{note}", lambda form=FORMATS[name], T=T: _check_experts(form, T))
 
 
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
@@ -162,7 +184,7 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> float:
     return seconds(run, x, items) / len(items)
 
 
-def time_matrix(what: str, name: str, form: Format | None, tokens: list[int]) -> None:
+def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], note: str = "") -> None:
     out, size = MATRICES[what]
     copies = max(4, COPIED // (out * size * 2))
     items = [a_weight(form, out, size, seed=i) for i in range(copies)]
@@ -170,10 +192,10 @@ def time_matrix(what: str, name: str, form: Format | None, tokens: list[int]) ->
     product = packed_matmul if form else (lambda x, w: x @ w.T)
     for T in tokens:
         x = jnp.ones((T, size), jnp.bfloat16)
-        reported(f"{what}, {name}, {T}", lambda x=x: _share(in_turn(product, x, items), floor))
+        reported(f"{what}, {name}, {T}{note}", lambda x=x: _share(in_turn(product, x, items), floor))
 
 
-def time_experts(what: str, name: str, form: Format | None, tokens: list[int]) -> None:
+def time_experts(what: str, name: str, form: Format | None, tokens: list[int], note: str = "") -> None:
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
@@ -185,11 +207,35 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int]) -
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        reported(f"{what}, {name}, {T}", lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
+        reported(f"{what}, {name}, {T}{note}", lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
 
 def _share(took: float, floor: float) -> str:
     return f"{took * 1e6:9.1f} us {floor / took:6.0%} of the bandwidth"
+
+
+def time_all(formats: dict, tokens: list[int], note: str = "") -> None:
+    """Print a line for each matrix and each model's experts, format and number of tokens."""
+    for what in MATRICES:
+        for name, form in formats.items():
+            time_matrix(what, name, form, tokens, note)
+    for what, (*_, known) in EXPERTS.items():
+        for name, form in formats.items():
+            if name == "bf16" or name in known:
+                time_experts(what, name, form, tokens, note)
+
+
+def time_plans(formats: dict, tokens: list[int]) -> None:
+    """Print a line for each plan of persistent programs for a matrix."""
+    chosen = packed_turns.plan
+    for (what, shape), (name, form), T in itertools.product(MATRICES.items(), formats.items(), tokens):
+        tiles = tiles_of(jnp.zeros((T, shape[1]), jnp.bfloat16), form)
+        plans = packed_turns.candidates(packed_few.plan(form, tiles, shape), tiles)
+        for p in dict.fromkeys(p for _, p in sorted(plans, key=lambda found: -found[0])):
+            packed_turns.plan = lambda *_, p=p: p
+            jax.clear_caches()
+            time_matrix(what, name, form, [T], f", {p.programs} of {p.warps} warps, {p.ahead} ahead")
+    packed_turns.plan = chosen
 
 
 def main() -> None:
@@ -199,20 +245,24 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only", default="", help="formats whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
-    chosen = parser.parse_args()
+    parser.add_argument("--persistent", action="store_true", help="also persistent programs")
+    parser.add_argument("--plans", action="store_true", help="time each plan of persistent programs for the matrices")
+    asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
-    if chosen.check:
-        check(chosen.only)
-    if not chosen.time:
-        return
-    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if chosen.only in name}
-    for what in MATRICES:
-        for name, form in formats.items():
-            time_matrix(what, name, form, chosen.tokens)
-    for what, (*_, known) in EXPERTS.items():
-        for name, form in formats.items():
-            if name == "bf16" or name in known:
-                time_experts(what, name, form, chosen.tokens)
+    formats = {name: form for name, form in FORMATS.items() if asked.only in name}
+    few = [T for T in asked.tokens if T <= packed_few.FEW]
+    with unmeasured(False):
+        if asked.check:
+            check(asked.only)
+        if asked.time:
+            time_all({"bf16": None} | formats, asked.tokens)
+    with unmeasured(True):
+        if asked.check and asked.persistent:
+            check(asked.only, ", persistent", packed_few.FEW)
+        if asked.time and asked.persistent:
+            time_all(formats, few, ", persistent")
+        if asked.plans:
+            time_plans(formats, few)
 
 
 if __name__ == "__main__":

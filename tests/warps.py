@@ -12,7 +12,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.ops.kernels.gpu import packed_persistent, packed_turns, packed_warp, warp_ops
+from dovetail.ops.kernels.gpu import packed_persistent, packed_shared, packed_turns, packed_warp, warp_ops
 from dovetail.ops.kernels.gpu.packed_few import FEW
 
 bf16 = jnp.bfloat16
@@ -130,7 +130,8 @@ class Copies:
         self.open = []
 
     def wait_for_copies(self, left):
-        done, self.groups = self.groups[: len(self.groups) - left], self.groups[len(self.groups) - left :]
+        count = max(0, len(self.groups) - left)
+        done, self.groups = self.groups[:count], self.groups[count:]
         for ref, place, data, source, count in (copy for group in done for copy in group):
             for i in range(count):
                 ref.view(np.uint8)[place + i] = data[source + i]
@@ -195,10 +196,11 @@ def _stand_ins(p) -> dict:
         "ir": types.SimpleNamespace(F32Type=kinds, BF16Type=kinds, IndexType=kinds),
         # of persistent programs
         "copy_later": copies.copy_later, "commit": copies.commit, "wait_for_copies": copies.wait_for_copies,
-        "load_shared": _load_shared, "store_shared": _store_shared, "bits_of": lambda ref: 8 * ref.itemsize,
+        "load_shared": _load_shared, "store_shared": _store_shared, "bytes_of": lambda ref: ref.itemsize,
         "load_shared_number": lambda ref, place, first, like: _element(ref.view(like.dtype), place + first),
         "load_now": lambda pointer, first, _count: _element(pointer[0], pointer[1] + first),
-        "number": lambda word, _ref: word, "ballot": _ballot, "count_ones": lambda x: np.bitwise_count(x).astype(np.int64),
+        "number": lambda word, _ref: word, "ballot": _ballot,
+        "count_ones": lambda x: np.bitwise_count(x).astype(np.int64),
         "repeat": lambda count, run: [run(i) for i in range(int(count))],
     }  # fmt: skip
 
@@ -208,7 +210,7 @@ def on_numpy(monkeypatch, p):
     """Let the operations of a program of plan `p` compute."""
     stand_ins = _stand_ins(p)
     with monkeypatch.context() as patch:
-        for module in (packed_warp, packed_persistent, warp_ops):
+        for module in (packed_warp, packed_persistent, packed_shared, warp_ops):
             for name in set(stand_ins) & set(vars(module)):
                 patch.setattr(module, name, stand_ins[name])
         yield
@@ -229,7 +231,8 @@ def sums_in_turn(monkeypatch, p, x, inputs, expert: int, rows: list[int], source
     partial = np.full((2, p.warps, p.names, FEW, p.rows), np.nan, np.float32)
     found = []
     with on_numpy(monkeypatch, p):
-        memory = packed_persistent.Memory(*words, partial)
+        tokens, ring, scales = words
+        memory = packed_persistent.Memory(tokens, ring, scales, partial)
         warp = PersistentWarps(p, memory, np.asarray(x), inputs, expert, source, count)
         warp.begin(rows[0])
         for turn, row in enumerate(rows):
@@ -239,8 +242,8 @@ def sums_in_turn(monkeypatch, p, x, inputs, expert: int, rows: list[int], source
     return np.stack(found)
 
 
-def shares(monkeypatch, p, table: np.ndarray, programs: int) -> list[tuple[int, int, int]]:
+def shares(monkeypatch, p, table: np.ndarray, programs: int) -> list[tuple[int, ...]]:
     """Return the tile of each program, which of its programs this is, and how many it has."""
     with on_numpy(monkeypatch, p):
-        found = [packed_persistent.share(table, table.shape[1], programs, i) for i in range(programs)]
+        found = [packed_shared.share(table, table.shape[1], programs, i) for i in range(programs)]
     return [tuple(int(np.ravel(x)[0]) for x in each) for each in found]

@@ -10,7 +10,7 @@ from warps import shares, sums, sums_in_turn
 
 from dovetail.core.formats import Format
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import packed_few, packed_turns, packed_weights
+from dovetail.ops.kernels.gpu import packed_few, packed_shared, packed_turns, packed_weights
 from dovetail.ops.kernels.gpu.packed_warp import QUAD, FewPlan
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
@@ -79,7 +79,7 @@ def test_gate_and_up_are_halves_of_a_matrix(monkeypatch):
     np.testing.assert_allclose(got, [gate[:, 16:32], up[:, 16:32]], atol=1e-4)
 
 
-# (values of a row, changes of the plan): rows that end in the midst of a step, rings of steps, odd steps, two warpgroups
+# (values of a row, changes of the plan): rows that end in the midst of a step, odd steps, two warpgroups
 IN_TURN = {
     "int8": (2880, dict(groups=2, ahead=4)),
     "fp8": (1024, dict(ahead=3, tokens=5)),
@@ -100,7 +100,7 @@ def test_persistent_warps_multiply_blocks_in_turn(monkeypatch, name, count):
     x = jnp.asarray(rng.normal(size=(9, size)), jnp.bfloat16)
     biases = [jnp.asarray(rng.normal(size=(3, 112)), jnp.bfloat16) for _ in range(2)]
     p = FewPlan(form, size, 112, 2, 1, 4, programs=1)._replace(**changes)
-    assert packed_turns.suits(p) and p.ahead <= p.steps
+    assert packed_shared.suits(p) and p.ahead <= p.steps
     inputs = arrays_of([gate, up]) | {"bias": list(map(np.asarray, biases))}
     got = sums_in_turn(monkeypatch, p, x, inputs, 2, rows, 3, count)
     for i, w in enumerate((gate, up)):

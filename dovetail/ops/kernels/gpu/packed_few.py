@@ -97,9 +97,7 @@ def product(
     )(tiles.table, x, *leaves)
 
 
-def _program(
-    p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict
-) -> None:
+def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
     """Compute some blocks of rows for one tile; `reads` is None if there is one tile, of all T tokens."""
 
     def body(partial: Any, done: Any) -> None:

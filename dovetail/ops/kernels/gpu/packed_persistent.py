@@ -1,4 +1,4 @@
-"""The operations of a warp that multiplies several blocks of packed weights in turn, for kernels/gpu/packed_turns.py.
+"""The operations of a warp that multiplies several blocks of packed weights in turn (ops/kernels/gpu/packed_turns.py).
 
 Beside packed_warp: codes come through shared memory. A thread copies its own ones some steps ahead (cp.async), also
 those of the next block while it still multiplies the last one, so that loads are always under way without registers
@@ -11,25 +11,22 @@ in the pairs that the planes of a word are multiplied with.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.ops.kernels.gpu.packed_codes import planes_of
+from dovetail.ops.kernels.gpu.packed_shared import PIECE, group_bytes, pieces, scale_words, token_words
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, QUAD, FewPlan, LoadedStep, Warp
 from dovetail.ops.kernels.gpu.warp_ops import (
     as_f32,
-    ballot,
-    bits_of,
     byte_address,
+    bytes_of,
     c,
     commit,
     copy_later,
-    count_ones,
     load_now,
     load_shared,
     load_shared_number,
@@ -43,71 +40,8 @@ from dovetail.ops.kernels.gpu.warp_ops import (
     wide,
 )
 
-PIECE = 8  # values of a token in 16 bytes
 FILLED = 8  # pieces that a thread loads at once
-PAD = 64  # bytes after each token: two tokens are read from different banks
 COPY = 16  # bytes of a copy of scales
-
-
-def suits(p: FewPlan) -> bool:
-    """Return whether each step of a row begins with a group, and whole pieces of a token belong to a load."""
-    return p.step % max(1, p.form.group // p.per_byte) == 0 and p.loaded * p.per_byte % PIECE == 0
-
-
-def pieces(p: FewPlan) -> int:
-    """Return the pieces of a token in shared memory, as many for each thread."""
-    return pl.cdiv(p.steps * p.step * p.per_byte // PIECE, p.threads) * p.threads
-
-
-def token_words(p: FewPlan) -> int:
-    """Return the words of 32 bits from a token to the next one in shared memory."""
-    return (16 * pieces(p) + PAD) // 4
-
-
-def ring_words(p: FewPlan) -> int:
-    """Return the words of 32 bits of the codes of `ahead` steps."""
-    return p.ahead * p.names * 2 * p.threads * p.loaded // 4
-
-
-def group_bytes(p: FewPlan) -> dict[str, int]:
-    """Return the bytes of the scales and zero points of a row's groups."""
-    lengths = p.form.lengths(p.size)
-    kinds = [kind for kind in ("scale", "zero") if p.form.group and kind in lengths]
-    return {kind: lengths[kind][0] * lengths[kind][1].itemsize for kind in kinds}
-
-
-def scale_words(p: FewPlan) -> int:
-    """Return the words of 32 bits of the scales and zero points of a block, twice."""
-    return max(1, 2 * p.names * BLOCK * sum(group_bytes(p).values()) // 4)
-
-
-def share(table: Any, tiles: int, programs: int, program: Any) -> tuple:
-    """Return the tile of a program, which of its programs this is (as many as it has, if the program has no tile), and how many it has.
-
-    The programs are divided among the tiles in use, whose tokens, in the last row of the table, are not 0. Each lane
-    looks at one tile of 32.
-    """
-    lane, zero = arith.remui(thread(), c(32)), c(0)
-    masks = []
-    for first in range(0, tiles, 32):
-        at = arith.addi(lane, c(first))
-        place = byte_address(table, wide(c(3)), 4 * tiles, times(arith.minsi(at, c(tiles - 1)), 4))
-        is_used = arith.cmpi(arith.CmpIPredicate.slt, zero, load_words(place, 1)[0])
-        masks.append(ballot(arith.andi(is_used, arith.cmpi(arith.CmpIPredicate.slt, at, c(tiles)))))
-    used = functools.reduce(arith.addi, map(count_ones, masks))
-    each = arith.divui(c(programs), arith.maxui(used, c(1)))
-    rank, before, tile = arith.divui(program, each), zero, zero
-    for i, mask in enumerate(masks):
-        own = arith.addi(before, count_ones(arith.andi(mask, arith.subi(arith.shli(c(1), lane), c(1)))))
-        bit = arith.andi(arith.shrui(mask, lane), c(1))
-        is_it = arith.andi(arith.cmpi(arith.CmpIPredicate.eq, own, rank), arith.cmpi(arith.CmpIPredicate.eq, bit, c(1)))
-        found = ballot(is_it)  # of one lane, or none
-        exists = arith.cmpi(arith.CmpIPredicate.eq, count_ones(found), c(1))
-        lower = count_ones(arith.subi(found, c(1)))
-        tile = arith.select(exists, arith.addi(lower, c(32 * i)), tile)
-        before = arith.addi(before, count_ones(mask))
-    has_tile = arith.cmpi(arith.CmpIPredicate.slt, rank, used)
-    return tile, arith.select(has_tile, arith.remui(program, each), each), each
 
 
 class Memory(NamedTuple):
@@ -233,7 +167,7 @@ class PersistentWarp(Warp):
             words.append(tuple(load_shared(self.memory.ring, place, at, p.loaded // 4) for at in ats))
         for _ in range(p.names):
             for kind, size in self.groups.items():
-                ref, item = self.inputs[kind][0], bits_of(self.inputs[kind][0]) // 8
+                ref, item = self.inputs[kind][0], bytes_of(self.inputs[kind][0])
                 own = arith.addi(times(self.row, size), times(self.group_of(step), item))
                 own = arith.addi(own, times(slot, 2 * scale_words(p)))
                 ats = [at + 8 * half * size for half in (0, 1)]
@@ -243,14 +177,14 @@ class PersistentWarp(Warp):
 
     def edges(self, row: Any) -> list[dict[str, list]]:
         """Load the scales and biases of rows."""
-        kinds = [kind for kind in ("scale", "bias") if kind in self.inputs and (kind == "bias" or not self.p.form.group)]
+        kinds = [kind for kind in ("scale", "bias") if kind in self.inputs and kind not in self.groups]
         found = []
         for i in range(self.p.names):
             array, first = self.first_row(i, row)
             found.append({})
             for kind in kinds:
                 ref = self.inputs[kind][array]
-                item = bits_of(ref) // 8
+                item = bytes_of(ref)
                 pointer = byte_address(ref, wide(arith.addi(first, self.row)), item, c(0))
                 found[-1][kind] = [as_f32(number(load_now(pointer, 8 * half * item, item), ref)) for half in (0, 1)]
         return found

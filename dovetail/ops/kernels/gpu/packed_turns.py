@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,15 +19,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.ops.kernels.gpu.experts import Tiles
-from dovetail.ops.kernels.gpu.packed_persistent import (
-    Memory,
-    PersistentWarp,
-    ring_words,
-    scale_words,
-    share,
-    suits,
-    token_words,
-)
+from dovetail.ops.kernels.gpu.packed_persistent import Memory, PersistentWarp
+from dovetail.ops.kernels.gpu.packed_shared import ring_words, scale_words, share, suits, token_words
 from dovetail.ops.kernels.gpu.packed_warp import FewPlan
 from dovetail.ops.kernels.gpu.warp_ops import barrier
 
@@ -43,17 +35,20 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 def plan(p: FewPlan, tiles: Tiles) -> FewPlan | None:
     """Return the best plan of persistent programs, or None if none suits the shape and shared memory."""
+    return max(candidates(p, tiles), key=lambda found: found[0], default=(0, None))[1]
+
+
+def candidates(p: FewPlan, tiles: Tiles) -> list[tuple[float, FewPlan]]:
+    """Return the plans that suit the shape and shared memory, each with how well it uses a multiprocessor."""
     p = p._replace(blocks=1, tokens=min(FEW, len(tiles.row)))
     is_known = len(tiles.row) == 1 or tiles.table.shape[1] == 1  # how many tiles are in use
-    best = 0.0, None
+    found = []
     for groups, ahead in itertools.product((1, 2), AHEAD):
         each = p._replace(groups=groups, ahead=ahead)
         if suits(each) and ahead <= each.steps:
             fitting = min(WARPS // each.warps, SHARED // (4 * sum(sizes(each)) + RESERVED))
-            for at_once in range(1, fitting + 1):
-                found = _planned(each, tiles.table.shape[1], at_once, is_known)
-                best = max(best, found, key=lambda x: x[0])
-    return best[1]
+            found += [_planned(each, tiles.table.shape[1], n, is_known) for n in range(1, fitting + 1)]
+    return found
 
 
 def _planned(p: FewPlan, tiles: int, at_once: int, is_known: bool) -> tuple[float, FewPlan]:
@@ -81,9 +76,7 @@ def tile_of(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
     return tuple(table_ref[i, tile] for i in (0, reads, 2, 3))
 
 
-def program(
-    p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict
-) -> None:
+def program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
     """Compute some blocks of rows of one tile; `reads` is None if there is one tile, of all T tokens."""
     blocks, number = p.out // p.rows, lax.axis_index("program")
     tile, part, each = (None, number, jnp.int32(p.programs)) if reads is None else _share(p, table_ref, number)
@@ -123,7 +116,7 @@ def _share(p: FewPlan, table_ref: Any, number: Any) -> tuple:
         found = share(table, table_ref.shape[1], p.programs, number.registers.flat[0])
         return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
 
-    return tuple(find(table_ref, number))
+    return tuple(find(table_ref, number))  # pyright: ignore[reportCallIssue]
 
 
 def _run(p: FewPlan, memory: Memory, x_ref: Any, inputs: dict[str, list], *scalars: Any) -> None:

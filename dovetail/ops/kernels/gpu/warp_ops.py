@@ -75,9 +75,14 @@ def load_words(pointer: Any, count: int, cache: str = "") -> list:
     return found
 
 
-def bits_of(ref: Any) -> int:
-    """Return the bits of an element."""
-    return ir.MemRefType(ref.type).element_type.width
+def element_of(ref: Any) -> Any:
+    """Return the type of an element."""
+    return ir.MemRefType(ref.type).element_type
+
+
+def bytes_of(ref: Any) -> int:
+    """Return the bytes of an element."""
+    return element_of(ref).width // 8
 
 
 def moved(pointer: Any, count: Any) -> Any:
@@ -96,12 +101,12 @@ def load_now(pointer: Any, first: int, count: int) -> Any:
 
 def number(word: Any, ref: Any) -> Any:
     """Return the lowest bits of a word as an element of `ref`."""
-    kind = ir.MemRefType(ref.type).element_type
+    kind = element_of(ref)
     bits = word if kind.width == 32 else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
     return bits if isinstance(kind, ir.IntegerType) else arith.bitcast(kind, bits)
 
 
-# --- shared memory: `place` and `first` are bytes from the beginning of an array ----------------------------------------
+# --- shared memory: `place` and `first` are bytes from the beginning of an array --------------------------------------
 
 
 def load_shared(ref: Any, place: Any, first: int, count: int) -> list:
@@ -117,7 +122,7 @@ def load_shared_number(ref: Any, place: Any, first: int, like: Any) -> Any:
     """Return an element of `like`'s type."""
     from jaxlib.mlir.dialects import llvm
 
-    return llvm.load(ir.MemRefType(like.type).element_type, moved(moved(utils.memref_ptr(ref), place), first))
+    return llvm.load(element_of(like), moved(moved(utils.memref_ptr(ref), place), first))
 
 
 def store_shared(ref: Any, place: Any, words: list) -> None:
