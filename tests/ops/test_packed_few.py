@@ -142,7 +142,7 @@ def test_persistent_programs_fit_a_multiprocessor(monkeypatch, tokens, shape):
         assert p.programs == 0
         return
     at_once = -(-p.programs // packed_turns.SMS)
-    assert at_once * (4 * sum(packed_turns.sizes(p)) + packed_turns.RESERVED) <= packed_turns.SHARED
+    assert at_once * packed_turns.memory(p) <= packed_turns.SHARED
     assert 0 < p.programs <= shape[0] // p.rows and at_once * p.warps <= packed_turns.WARPS
 
 

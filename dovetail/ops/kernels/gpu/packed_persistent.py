@@ -225,10 +225,9 @@ class PersistentWarp(Warp):
         def one(step: Any, totals: list) -> list:
             now = arith.addi(before, step)
             wait_for_copies(p.ahead - 2)
-            own, loaded = self.ordered(step), self.loaded_step(step, now, slot)
-            self.copy_next(step, now, row, after, has_next)
+            self.copy_next(step, now, row, after, has_next)  # first: it stays behind what is read before it
             commit()
-            return self.multiply(own, loaded, totals)
+            return self.multiply(self.ordered(step), self.loaded_step(step, now, slot), totals)
 
         self.store(self.steps(one, [[utils.c(0.0, ir.F32Type.get())] * 4 for _ in self.rows]))
 

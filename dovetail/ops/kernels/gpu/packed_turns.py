@@ -27,9 +27,9 @@ from dovetail.ops.kernels.gpu.warp_ops import barrier
 FEW = 8  # tokens of a tile
 SMS = 132  # multiprocessors
 WARPS, ENOUGH = 16, 12  # that a multiprocessor has registers for, and that keep it busy
-SHARED, RESERVED = 227 * 1024, 1280  # bytes of shared memory: of a multiprocessor, and of a program beside its own
+SHARED = 228  # KiB of shared memory of a multiprocessor
 AHEAD = 8, 6, 4, 3  # steps whose codes shared memory has room for: a step is copied when the one before it is done
-UNDER_WAY = 48 * 1024  # bytes of codes that a multiprocessor waits for: 4.17 TB/s times 1.5 us
+UNDER_WAY = 64 * 1024  # bytes of codes that a multiprocessor waits for: 4.17 TB/s for 2 us
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -46,7 +46,7 @@ def candidates(p: FewPlan, tiles: Tiles) -> list[tuple[float, FewPlan]]:
     for groups, ahead in itertools.product((1, 2), AHEAD):
         each = p._replace(groups=groups, ahead=ahead)
         if suits(each) and ahead <= each.steps:
-            fitting = min(WARPS // each.warps, SHARED // (4 * sum(sizes(each)) + RESERVED))
+            fitting = min(WARPS // each.warps, SHARED // memory(each))
             found += [_planned(each, tiles.table.shape[1], n, is_known) for n in range(1, fitting + 1)]
     return found
 
@@ -69,6 +69,11 @@ def sizes(p: FewPlan) -> tuple[int, ...]:
     return p.tokens * token_words(p), ring_words(p), scale_words(p), 2 * p.warps * p.names * FEW * p.rows
 
 
+def memory(p: FewPlan) -> int:
+    """Return the KiB of shared memory that a program takes: its arrays begin at whole ones, and CUDA has one."""
+    return 1 + sum(pl.cdiv(4 * words, 1024) for words in sizes(p))
+
+
 def tile_of(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
     """Return a tile's expert, first row read, first row written, and tokens."""
     if reads is None:  # without a load before the others
@@ -79,12 +84,18 @@ def tile_of(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
 def program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
     """Compute some blocks of rows of one tile; `reads` is None if there is one tile, of all T tokens."""
     blocks, number = p.out // p.rows, lax.axis_index("program")
-    tile, part, each = (None, number, jnp.int32(p.programs)) if reads is None else _share(p, table_ref, number)
+    if reads is None:
+        tile, part, each = None, number, jnp.int32(p.programs)
+    elif T == 1:  # its experts are distinct: all tiles are in use
+        each = jnp.int32(p.programs // table_ref.shape[1])
+        tile, part = lax.div(number, each), lax.rem(number, each)
+    else:
+        tile, part, each = _share(p, table_ref, number)
 
     def body(*parts: Any) -> None:
-        memory = Memory(*parts)
+        own = Memory(*parts)
         expert, source, target, count = tile_of(table_ref, reads, T, tile)
-        run = functools.partial(_run, p, memory, x_ref, inputs, expert, source, count)
+        run = functools.partial(_run, p, own, x_ref, inputs, expert, source, count)
         turns = lax.div(blocks - part + each - 1, each)
 
         def turn(n: Any, done: Any = None) -> None:
@@ -93,7 +104,7 @@ def program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: 
 
             @pl.when(lax.axis_index("group") == 0)
             def _() -> None:
-                finish(memory.partial.at[n % 2], target, row, count)  # the other half may still be read
+                finish(own.partial.at[n % 2], target, row, count)  # the other half may still be read
 
         run(part * p.rows)
         lax.fori_loop(0, turns, turn, None)
