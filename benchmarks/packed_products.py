@@ -1,13 +1,13 @@
 """Check and time products with packed weights on a Hopper GPU: matrices and experts, few tokens.
 
-    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64 256] [--persistent] [--plans]
+    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--persistent] [--plans 6]
 
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
 tokens, tiles that end past the rows, and parts of the input. `--time` prints microseconds and the share of the card's
 bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
 and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
 that fails is printed, and the others go on. `--persistent` adds lines of the persistent programs for up to 8 tokens
-(kernels/gpu/packed_turns.py), which are not chosen by default, and `--plans` one for each of their plans.
+(kernels/gpu/packed_turns.py), which are not chosen by default, and `--plans` some with other plans of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from dovetail.ops import moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import packed_few, packed_turns
 from dovetail.ops.kernels.gpu.experts import few_token_experts
+from dovetail.ops.kernels.gpu.packed_warp import FewPlan
 from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul, tiles_of
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
@@ -71,14 +71,26 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
 
 
 @contextlib.contextmanager
-def unmeasured(is_chosen: bool) -> Iterator[None]:
-    """Let kernels be chosen, or not, that have never run on a card."""
-    before = os.environ.get(UNMEASURED)
-    os.environ[UNMEASURED] = str(int(is_chosen))
-    jax.clear_caches()
-    yield
-    os.environ.pop(UNMEASURED) if before is None else os.environ.update({UNMEASURED: before})
-    jax.clear_caches()
+def planned(plan: Callable | None) -> Iterator[None]:
+    """Let products of few tokens take this plan, of packed_turns.plan's arguments, or none of persistent programs."""
+    before = os.environ.get(UNMEASURED), packed_turns.plan
+    os.environ[UNMEASURED], packed_turns.plan = str(int(plan is not None)), plan or packed_turns.plan
+    for product in (packed_matmul, few_token_packed_experts):
+        cast(Any, product).clear_cache()  # they are traced with the plan
+    try:
+        yield
+    finally:
+        packed_turns.plan = before[1]
+        os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
+
+
+def variants(T: int, is_asked: bool) -> Iterator[str]:
+    """Choose the default kernel, and persistent programs if they are asked for and T suits; yield a note for each."""
+    with planned(None):
+        yield ""
+    if is_asked and T <= packed_few.FEW:
+        with planned(packed_turns.plan):
+            yield ", persistent"
 
 
 def error(got: jax.Array, expected: jax.Array) -> float:
@@ -97,21 +109,21 @@ def reported(label: str, run: Callable[[], str]) -> None:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str, note: str = "", most: int = 1024) -> None:
-    """Compare matrices in all formats and experts in some, of `most` tokens, with unpack-then-multiply."""
+def check(only: str, persistent: bool) -> None:
+    """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
         for T, out, size, dtype in (
             (1, 512, 4096, None), (1, 28672, 4096, None), (5, 28672, 4096, None), (8, 4096, 4096, None),
             (100, 8192, 1024, None), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
         ):  # fmt: skip
-            if most >= T and only in name and size % (form.group or 64) == 0:
-                reported(f"{name}, {T} x {out} x {size}{note}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
+            for note in variants(T, persistent) if only in name and size % (form.group or 64) == 0 else ():
+                what = f"{name}, {T} x {out} x {size}{note}"
+                reported(what, lambda a=(form, T, out, size, dtype): _check_matrix(*a))
     for name in ("mxfp4", "fp8_block", "int4"):
-        for T in (1, 3, 5, 8, 40):
-            if most < T or only not in name:
-                continue
-            reported(f"{name}, experts, {T} tokens{note}", lambda form=FORMATS[name], T=T: _check_experts(form, T))
+        for T in (1, 3, 5, 8, 40) if only in name else ():
+            for note in variants(T, persistent):
+                reported(f"{name}, experts, {T} tokens{note}", lambda form=FORMATS[name], T=T: _check_experts(form, T))
 
 
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
@@ -184,7 +196,7 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> float:
     return seconds(run, x, items) / len(items)
 
 
-def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], note: str = "") -> None:
+def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], persistent: bool, plans: int) -> None:
     out, size = MATRICES[what]
     copies = max(4, COPIED // (out * size * 2))
     items = [a_weight(form, out, size, seed=i) for i in range(copies)]
@@ -192,10 +204,25 @@ def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], no
     product = packed_matmul if form else (lambda x, w: x @ w.T)
     for T in tokens:
         x = jnp.ones((T, size), jnp.bfloat16)
-        reported(f"{what}, {name}, {T}{note}", lambda x=x: _share(in_turn(product, x, items), floor))
+        run = lambda x=x: _share(in_turn(product, x, items), floor)  # noqa: E731
+        for note in variants(T, persistent and form is not None):
+            reported(f"{what}, {name}, {T}{note}", run)
+        for p in best_plans(x, form, (out, size), plans) if form else ():
+            with planned(lambda *_, p=p: p):
+                note = f"{p.programs} x {p.warps} warps, {p.ahead} ahead"
+                reported(f"{what}, {name}, {T}, {note}", run)
 
 
-def time_experts(what: str, name: str, form: Format | None, tokens: list[int], note: str = "") -> None:
+def best_plans(x: jax.Array, form: Format, shape: tuple[int, int], count: int) -> list[FewPlan]:
+    """Return the plans of persistent programs that should be best."""
+    if not count or len(x) > packed_few.FEW:
+        return []
+    tiles = tiles_of(x, form)
+    found = packed_turns.candidates(packed_few.plan(form, tiles, shape), tiles)
+    return list(dict.fromkeys(p for _, p in sorted(found, key=lambda each: -each[0])))[:count]
+
+
+def time_experts(what: str, name: str, form: Format | None, tokens: list[int], persistent: bool) -> None:
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
@@ -207,35 +234,13 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int], n
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        reported(f"{what}, {name}, {T}{note}", lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
+        for note in variants(T, persistent and form is not None):
+            label = f"{what}, {name}, {T}{note}"
+            reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
 
 def _share(took: float, floor: float) -> str:
     return f"{took * 1e6:9.1f} us {floor / took:6.0%} of the bandwidth"
-
-
-def time_all(formats: dict, tokens: list[int], note: str = "") -> None:
-    """Print a line for each matrix and each model's experts, format and number of tokens."""
-    for what in MATRICES:
-        for name, form in formats.items():
-            time_matrix(what, name, form, tokens, note)
-    for what, (*_, known) in EXPERTS.items():
-        for name, form in formats.items():
-            if name == "bf16" or name in known:
-                time_experts(what, name, form, tokens, note)
-
-
-def time_plans(formats: dict, tokens: list[int]) -> None:
-    """Print a line for each plan of persistent programs for a matrix."""
-    chosen = packed_turns.plan
-    for (what, shape), (name, form), T in itertools.product(MATRICES.items(), formats.items(), tokens):
-        tiles = tiles_of(jnp.zeros((T, shape[1]), jnp.bfloat16), form)
-        plans = packed_turns.candidates(packed_few.plan(form, tiles, shape), tiles)
-        for p in dict.fromkeys(p for _, p in sorted(plans, key=lambda found: -found[0])):
-            packed_turns.plan = lambda *_, p=p: p
-            jax.clear_caches()
-            time_matrix(what, name, form, [T], f", {p.programs} of {p.warps} warps, {p.ahead} ahead")
-    packed_turns.plan = chosen
 
 
 def main() -> None:
@@ -246,23 +251,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="formats whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--persistent", action="store_true", help="also persistent programs")
-    parser.add_argument("--plans", action="store_true", help="time each plan of persistent programs for the matrices")
+    parser.add_argument("--plans", type=int, default=0, help="time so many plans of persistent programs for a matrix")
     asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
-    formats = {name: form for name, form in FORMATS.items() if asked.only in name}
-    few = [T for T in asked.tokens if T <= packed_few.FEW]
-    with unmeasured(False):
-        if asked.check:
-            check(asked.only)
-        if asked.time:
-            time_all({"bf16": None} | formats, asked.tokens)
-    with unmeasured(True):
-        if asked.check and asked.persistent:
-            check(asked.only, ", persistent", packed_few.FEW)
-        if asked.time and asked.persistent:
-            time_all(formats, few, ", persistent")
-        if asked.plans:
-            time_plans(formats, few)
+    if asked.check:
+        check(asked.only, asked.persistent)
+    if not asked.time:
+        return
+    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if asked.only in name}
+    for what in MATRICES:
+        for name, form in formats.items():
+            time_matrix(what, name, form, asked.tokens, asked.persistent, asked.plans)
+    for what, (*_, known) in EXPERTS.items():
+        for name, form in formats.items():
+            if name == "bf16" or name in known:
+                time_experts(what, name, form, asked.tokens, asked.persistent)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,18 @@ def test_gate_and_up_are_halves_of_a_matrix(monkeypatch):
     np.testing.assert_allclose(got, [gate[:, 16:32], up[:, 16:32]], atol=1e-4)
 
 
+@pytest.fixture
+def choose(monkeypatch):
+    """Choose persistent programs or not; products are traced with them."""
+    yield lambda persistent: (monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", str(int(persistent))), _forget())
+    _forget()
+
+
+def _forget():
+    for product in (packed_weights.packed_matmul, packed_weights.packed_gated, packed_weights.few_token_packed_experts):
+        product.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # (values of a row, changes of the plan): rows that end in the midst of a step, odd steps, two warpgroups
 IN_TURN = {
     "int8": (2880, dict(groups=2, ahead=4)),
@@ -134,8 +146,8 @@ def test_persistent_programs_are_shared_among_the_tiles_in_use(monkeypatch, toke
 
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (6144, 4096), (2880, 2880)])
-def test_persistent_programs_fit_a_multiprocessor(monkeypatch, tokens, shape):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
+def test_persistent_programs_fit_a_multiprocessor(choose, tokens, shape):
+    choose(True)
     form, x = FORMATS["fp8"], jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
     p = packed_few.plan(form, packed_weights.tiles_of(x, form), shape)  # pyright: ignore[reportArgumentType]
     if shape == (4096, 14336) and tokens == 8:  # more bytes than shared memory has
@@ -158,19 +170,17 @@ def test_every_byte_of_a_row_is_multiplied(name, size):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n != "int4" else n for n in CASES])
-@pytest.mark.parametrize("unmeasured", ["0", "1"])
-def test_the_kernel_lowers_for_a_gpu(monkeypatch, name, unmeasured):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", unmeasured)
-    jax.clear_caches()
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_kernel_lowers_for_a_gpu(choose, name, persistent):
+    choose(persistent)
     form, size = FORMATS[name], CASES[name][0]
     w, x = abstract(form, 128, size), jax.ShapeDtypeStruct((3, size), jnp.bfloat16)
     for traced in (packed_weights.packed_matmul.trace(x, w), packed_weights.packed_gated.trace(x, w, Glu())):
         assert "packed_few" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_persistent_experts_lower_for_a_gpu(monkeypatch):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
-    jax.clear_caches()
+def test_persistent_experts_lower_for_a_gpu(choose):
+    choose(True)
     form, (D, F, E, T, k) = FORMATS["mxfp4"], (2880, 1024, 8, 3, 2)
     shapes = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
     params: dict = {name: abstract(form, *shape) for name, shape in shapes.items()}
