@@ -232,7 +232,7 @@ def sums_in_turn(monkeypatch, p, x, inputs, expert: int, rows: list[int], source
     found = []
     with on_numpy(monkeypatch, p):
         tokens, ring, scales = words
-        memory = packed_persistent.Memory(tokens, ring, scales, partial)
+        memory = packed_persistent.FewMemory(tokens, ring, scales, partial)
         warp = PersistentWarps(p, memory, np.asarray(x), inputs, expert, source, count)
         warp.begin(rows[0])
         for turn, row in enumerate(rows):

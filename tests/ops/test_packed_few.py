@@ -158,6 +158,15 @@ def test_persistent_programs_fit_a_multiprocessor(choose, tokens, shape):
     assert 0 < p.programs <= shape[0] // p.rows and at_once * p.warps <= packed_turns.WARPS
 
 
+@pytest.mark.parametrize("count", [8, 1000])
+def test_each_tile_has_persistent_programs(choose, count):
+    choose(True)
+    shape = jax.ShapeDtypeStruct((4, count), jnp.int32)
+    tiles = packed_few.Tiles(shape, shape, np.zeros((4, 2)), 8, 8)  # pyright: ignore[reportArgumentType]
+    p = packed_few.plan(FORMATS["mxfp4"], tiles, (32, 2880, 2880), 2)
+    assert p.programs == 0 if count == 1000 else p.programs >= count
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [256, 2944, 4096])
 def test_every_byte_of_a_row_is_multiplied(name, size):

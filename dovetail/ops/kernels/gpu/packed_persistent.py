@@ -44,7 +44,7 @@ FILLED = 8  # pieces that a thread loads at once
 COPY = 16  # bytes of a copy of scales
 
 
-class Memory(NamedTuple):
+class FewMemory(NamedTuple):
     """Name a program's shared memory: words of 32 bits, and the sums of two blocks."""
 
     tokens: Any
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 class PersistentWarp(Warp):
     """Write the operations of a warp."""
 
-    def __init__(self, p: FewPlan, memory: Memory, x: Any, inputs: dict[str, list], expert, source, count) -> None:
+    def __init__(self, p: FewPlan, memory: FewMemory, x: Any, inputs: dict[str, list], expert, source, count) -> None:
         super().__init__(p, memory.partial, x, inputs, expert, c(0), source, count)
         self.memory, self.source, self.count = memory, source, count
         self.at = times(arith.addi(times(self.warp, QUAD), self.quad), p.loaded)
@@ -205,21 +205,19 @@ class PersistentWarp(Warp):
         self.fill()
         wait_for_copies(p.ahead - 2)
 
-    def block(self, row: Any, after: Any = None, has_next: Any = None, turn: Any = None) -> None:
+    def block(self, row: Any, after: Any, has_next: Any, turn: Any) -> None:
         """Add up and store the sums of a block, and begin to copy the one after it.
 
         Args:
             row: The first row of the block.
-            after: The first row of the block after it; None if there never is one.
+            after: The first row of the block after it.
             has_next: Whether there is one.
-            turn: How many blocks the program has computed; none if None.
+            turn: How many blocks the program has computed.
         """
-        p, turn = self.p, c(0) if turn is None else turn
-        slot = arith.andi(turn, c(1))
+        p, slot = self.p, arith.andi(turn, c(1))
         self.slot = (slot,)
         self.ends = self.edges(row)
-        if after is not None:
-            self.copy_scales(after, arith.subi(c(1), slot), has_next)
+        self.copy_scales(after, arith.subi(c(1), slot), has_next)
         before = times(turn, p.steps)
 
         def one(step: Any, totals: list) -> list:
@@ -236,10 +234,9 @@ class PersistentWarp(Warp):
         p, ahead = self.p, self.p.ahead - 1
         later = arith.addi(step, c(ahead))
         is_own = arith.cmpi(arith.CmpIPredicate.slt, later, c(p.steps))
-        when = is_own if after is None else arith.ori(is_own, has_next)
-        of = row if after is None else arith.select(is_own, row, after)
+        of = arith.select(is_own, row, after)
         wrapped = arith.select(is_own, later, arith.subi(later, c(p.steps)))
-        self.copy(of, wrapped, arith.addi(now, c(ahead)), when)
+        self.copy(of, wrapped, arith.addi(now, c(ahead)), arith.ori(is_own, has_next))
 
     def steps(self, one: Any, totals: list) -> list:
         """Return the totals after all steps: a loop with two in each round, so that they overlap."""

@@ -19,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.ops.kernels.gpu.experts import Tiles
-from dovetail.ops.kernels.gpu.packed_persistent import Memory, PersistentWarp
+from dovetail.ops.kernels.gpu.packed_persistent import FewMemory, PersistentWarp
 from dovetail.ops.kernels.gpu.packed_shared import ring_words, scale_words, share, suits, token_words
 from dovetail.ops.kernels.gpu.packed_warp import FewPlan
 from dovetail.ops.kernels.gpu.warp_ops import barrier
@@ -48,7 +48,7 @@ def candidates(p: FewPlan, tiles: Tiles) -> list[tuple[float, FewPlan]]:
         if suits(each) and ahead <= each.steps:
             fitting = min(WARPS // each.warps, SHARED // memory(each))
             found += [_planned(each, tiles.table.shape[1], n, is_known) for n in range(1, fitting + 1)]
-    return found
+    return [(quality, each) for quality, each in found if each.programs >= tiles.table.shape[1]]
 
 
 def _planned(p: FewPlan, tiles: int, at_once: int, is_known: bool) -> tuple[float, FewPlan]:
@@ -93,12 +93,12 @@ def program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: 
         tile, part, each = _share(p, table_ref, number)
 
     def body(*parts: Any) -> None:
-        own = Memory(*parts)
+        own = FewMemory(*parts)
         expert, source, target, count = tile_of(table_ref, reads, T, tile)
         run = functools.partial(_run, p, own, x_ref, inputs, expert, source, count)
         turns = lax.div(blocks - part + each - 1, each)
 
-        def turn(n: Any, done: Any = None) -> None:
+        def turn(n: Any, _: Any) -> None:
             row = (part + n * each) * p.rows
             run(row, row + each * p.rows, n + 1 < turns, n)
 
@@ -130,7 +130,7 @@ def _share(p: FewPlan, table_ref: Any, number: Any) -> tuple:
     return tuple(find(table_ref, number))  # pyright: ignore[reportCallIssue]
 
 
-def _run(p: FewPlan, memory: Memory, x_ref: Any, inputs: dict[str, list], *scalars: Any) -> None:
+def _run(p: FewPlan, memory: FewMemory, x_ref: Any, inputs: dict[str, list], *scalars: Any) -> None:
     """Compute a block, or begin if there are no scalars after its row.
 
     The scalars are of PersistentWarp (expert, source, count) and of its `block`.
@@ -145,7 +145,7 @@ def _run(p: FewPlan, memory: Memory, x_ref: Any, inputs: dict[str, list], *scala
         each = len(refs) // len(kinds)
         found = {kind: refs[i * each :][:each] for i, kind in enumerate(kinds)}
         expert, source, count, row, *rest = (scalar.registers.flat[0] for scalar in scalars)
-        warp = PersistentWarp(p, Memory(*parts), x, found, expert, source, count)
+        warp = PersistentWarp(p, FewMemory(*parts), x, found, expert, source, count)
         warp.block(row, *rest) if rest else warp.begin(row)
         barrier(p.threads)
 
