@@ -11,7 +11,6 @@ from jax.extend.mlir.dialects import arith, scf, vector
 
 INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 OPERANDS = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-BARRIER = 8  # Mosaic has those below 1 + warpgroups
 CONSTRAINTS = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
 
 
@@ -149,7 +148,8 @@ def copy_later(ref: Any, place: Any, first: int, pointer: Any, begin: int, count
 
 def barrier(threads: int) -> None:
     """Wait for all threads of a program."""
-    _do(f"bar.sync {BARRIER}, {threads};")
+    number = 1 + threads // utils.WARPGROUP_SIZE  # Mosaic has those before: of the program and of each warpgroup
+    _do(f"bar.sync {number}, {threads};")
 
 
 def commit() -> None:
