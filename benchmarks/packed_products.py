@@ -1,21 +1,24 @@
 """Check and time products with packed weights on a Hopper GPU: matrices and experts, few tokens.
 
-    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64 256]
+    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--persistent] [--plans 6]
 
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
 tokens, tiles that end past the rows, and parts of the input. `--time` prints microseconds and the share of the card's
 bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
 and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
-that fails is printed, and the others go on.
+that fails is printed, and the others go on. `--persistent` adds lines of the persistent programs for up to 8 tokens
+(kernels/gpu/packed_turns.py), which are not chosen by default, and `--plans` some with other plans of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +27,10 @@ import numpy as np
 from dovetail.core.formats import Format
 from dovetail.ops import moe
 from dovetail.ops.glu import Glu
+from dovetail.ops.kernels.gpu import packed_few, packed_turns
 from dovetail.ops.kernels.gpu.experts import few_token_experts
-from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul
+from dovetail.ops.kernels.gpu.packed_warp import FewPlan
+from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul, tiles_of
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
 
@@ -41,12 +46,16 @@ FORMATS = {
     "mxfp4": Format("mxfp4", 32, "uint8"),
 }
 CHECKED = FORMATS | {"int4 g32": Format("int4", 32, "float16"), "uint4 g64": Format("uint4", 64, "float16")}
-MATRICES = {"4096 x 4096": (4096, 4096), "14336 x 4096": (14336, 4096), "4096 x 14336": (4096, 14336)}
+MATRICES = {
+    "4096 x 4096": (4096, 4096), "6144 x 4096": (6144, 4096), "14336 x 4096": (14336, 4096),
+    "28672 x 4096": (28672, 4096), "4096 x 14336": (4096, 14336),
+}  # fmt: skip
 # what: (D, F, E, k, activation, biases, formats)
 EXPERTS = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8_block", "int4")),
     "gpt-oss-20b": (2880, 2880, 32, 4, Glu(limit=7.0), True, ("mxfp4",)),
 }
+UNMEASURED = "DOVETAIL_UNMEASURED_KERNELS"
 LIMIT = 8e-3  # of the greatest value: a result in bf16
 
 
@@ -61,6 +70,29 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
     return w if form is None else Quantized(pack(form, w), form, jnp.dtype(jnp.bfloat16))
 
 
+@contextlib.contextmanager
+def planned(plan: Callable | None) -> Iterator[None]:
+    """Let products of few tokens take this plan, of packed_turns.plan's arguments, or none of persistent programs."""
+    before = os.environ.get(UNMEASURED), packed_turns.plan
+    os.environ[UNMEASURED], packed_turns.plan = str(int(plan is not None)), plan or packed_turns.plan
+    for product in (packed_matmul, few_token_packed_experts):
+        cast(Any, product).clear_cache()  # they are traced with the plan
+    try:
+        yield
+    finally:
+        packed_turns.plan = before[1]
+        os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
+
+
+def variants(T: int, is_asked: bool) -> Iterator[str]:
+    """Choose the default kernel, and persistent programs if they are asked for and T suits; yield a note for each."""
+    with planned(None):
+        yield ""
+    if is_asked and T <= packed_few.FEW:
+        with planned(packed_turns.plan):
+            yield ", persistent"
+
+
 def error(got: jax.Array, expected: jax.Array) -> float:
     """Return the greatest difference as a share of the greatest value."""
     return float(jnp.max(jnp.abs(got.astype(jnp.float32) - expected)) / jnp.max(jnp.abs(expected)))
@@ -69,27 +101,29 @@ def error(got: jax.Array, expected: jax.Array) -> float:
 def reported(label: str, run: Callable[[], str]) -> None:
     """Print what `run` returns, or how it failed."""
     try:
-        print(f"{label:34} {run()}", flush=True)
+        print(f"{label:48} {run()}", flush=True)
     except Exception as problem:  # the other lines are still wanted
-        print(f"{label:34} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
+        print(f"{label:48} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str) -> None:
+def check(only: str, persistent: bool) -> None:
     """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
         for T, out, size, dtype in (
-            (1, 512, 4096, None), (5, 28672, 4096, None), (100, 8192, 1024, None),
-            (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
+            (1, 512, 4096, None), (1, 28672, 4096, None), (5, 28672, 4096, None), (8, 4096, 4096, None),
+            (100, 8192, 1024, None), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
         ):  # fmt: skip
-            if only in name and size % (form.group or 64) == 0:
-                reported(f"{name}, {T} x {out} x {size}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
+            for note in variants(T, persistent) if only in name and size % (form.group or 64) == 0 else ():
+                what = f"{name}, {T} x {out} x {size}{note}"
+                reported(what, lambda a=(form, T, out, size, dtype): _check_matrix(*a))
     for name in ("mxfp4", "fp8_block", "int4"):
-        for T in (3, 5, 40) if only in name else ():
-            reported(f"{name}, experts, {T} tokens", lambda form=FORMATS[name], T=T: _check_experts(form, T))
+        for T in (1, 3, 5, 8, 40) if only in name else ():
+            for note in variants(T, persistent):
+                reported(f"{name}, experts, {T} tokens{note}", lambda form=FORMATS[name], T=T: _check_experts(form, T))
 
 
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
@@ -162,7 +196,7 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> float:
     return seconds(run, x, items) / len(items)
 
 
-def time_matrix(what: str, name: str, form: Format | None, tokens: list[int]) -> None:
+def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], persistent: bool, plans: int) -> None:
     out, size = MATRICES[what]
     copies = max(4, COPIED // (out * size * 2))
     items = [a_weight(form, out, size, seed=i) for i in range(copies)]
@@ -170,10 +204,25 @@ def time_matrix(what: str, name: str, form: Format | None, tokens: list[int]) ->
     product = packed_matmul if form else (lambda x, w: x @ w.T)
     for T in tokens:
         x = jnp.ones((T, size), jnp.bfloat16)
-        reported(f"{what}, {name}, {T}", lambda x=x: _share(in_turn(product, x, items), floor))
+        run = lambda x=x: _share(in_turn(product, x, items), floor)  # noqa: E731
+        for note in variants(T, persistent and form is not None):
+            reported(f"{what}, {name}, {T}{note}", run)
+        for p in best_plans(x, form, (out, size), plans) if form else ():
+            with planned(lambda *_, p=p: p):
+                note = f"{p.programs} x {p.warps} warps, {p.ahead} ahead"
+                reported(f"{what}, {name}, {T}, {note}", run)
 
 
-def time_experts(what: str, name: str, form: Format | None, tokens: list[int]) -> None:
+def best_plans(x: jax.Array, form: Format, shape: tuple[int, int], count: int) -> list[FewPlan]:
+    """Return the plans of persistent programs that should be best."""
+    if not count or len(x) > packed_few.FEW:
+        return []
+    tiles = tiles_of(x, form)
+    found = packed_turns.candidates(packed_few.plan(form, tiles, shape), tiles)
+    return list(dict.fromkeys(p for _, p in sorted(found, key=lambda each: -each[0])))[:count]
+
+
+def time_experts(what: str, name: str, form: Format | None, tokens: list[int], persistent: bool) -> None:
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
@@ -185,7 +234,9 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int]) -
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        reported(f"{what}, {name}, {T}", lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
+        for note in variants(T, persistent and form is not None):
+            label = f"{what}, {name}, {T}{note}"
+            reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
 
 def _share(took: float, floor: float) -> str:
@@ -199,20 +250,22 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only", default="", help="formats whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
-    chosen = parser.parse_args()
+    parser.add_argument("--persistent", action="store_true", help="also persistent programs")
+    parser.add_argument("--plans", type=int, default=0, help="time so many plans of persistent programs for a matrix")
+    asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
-    if chosen.check:
-        check(chosen.only)
-    if not chosen.time:
+    if asked.check:
+        check(asked.only, asked.persistent)
+    if not asked.time:
         return
-    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if chosen.only in name}
+    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if asked.only in name}
     for what in MATRICES:
         for name, form in formats.items():
-            time_matrix(what, name, form, chosen.tokens)
+            time_matrix(what, name, form, asked.tokens, asked.persistent, asked.plans)
     for what, (*_, known) in EXPERTS.items():
         for name, form in formats.items():
             if name == "bf16" or name in known:
-                time_experts(what, name, form, chosen.tokens)
+                time_experts(what, name, form, asked.tokens, asked.persistent)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
+from dovetail.ops.capabilities import tries_unmeasured
+from dovetail.ops.kernels.gpu import packed_turns
 from dovetail.ops.kernels.gpu.experts import Tiles
+from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
 from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
 
@@ -38,6 +41,8 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
+    if tries_unmeasured() and (found := packed_turns.plan(p, tiles)):
+        return found
     if p.per_byte == 1:
         return p._replace(groups=2, ahead=2) if programs < MANY else p
     # programs share what they read of the tokens, which are many bytes beside 4 bits
@@ -74,36 +79,17 @@ def product(
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
         inputs, out_ref = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
+        run = packed_turns.program if p.programs else _program
+        finish = functools.partial(_finish, p, epilogue, out_ref)
+        run(p, None if is_matrix else reads, len(tiles.row), finish, table_ref, x_ref, inputs)
 
-        def body(partial: Any, done: Any) -> None:
-            if _is_matrix(tiles, weights):  # without a load before the others
-                expert, source, target, count = (jnp.int32(n) for n in (0, 0, 0, len(tiles.row)))
-            else:
-                expert, source, target, count = (table_ref[i, lax.axis_index("tile")] for i in (0, reads, 2, 3))
-            row = lax.axis_index("block") * p.rows
-            _add_up(p, partial, x_ref, inputs, expert, row, source, count)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(done)
-
-            @pl.when(lax.axis_index("group") == 0)
-            def _() -> None:
-                plgpu.barrier_wait(done)
-                own = [[_strided(p, partial[warp, i]) for warp in range(p.warps)] for i in range(p.names)]
-                (y,) = epilogue([functools.reduce(jnp.add, sums) for sums in own])
-                _store(p, y.astype(out_ref.dtype), out_ref, target, row, count)
-
-        memory = plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)
-        run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
-        if _is_matrix(tiles, weights):
-            run()
-        else:
-            pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
-
+    is_matrix = tiles.table.shape[1] == len(weights[0]["codes"]) == 1  # with one tile, of all tokens
+    grid = {"program": p.programs} if p.programs else {"tile": tiles.table.shape[1], "block": p.out // p.rows}
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((tiles.R, p.out), dtype or x.dtype),
-        grid=(tiles.table.shape[1], p.out // p.rows),
-        grid_names=("tile", "block"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=p.groups,
         thread_name="group",
         kernel_name=f"packed_few_{p.form.name}",
@@ -111,9 +97,34 @@ def product(
     )(tiles.table, x, *leaves)
 
 
-def _is_matrix(tiles: Tiles, weights: list[dict[str, jax.Array]]) -> bool:
-    """Return whether there is one tile, of all tokens."""
-    return tiles.table.shape[1] == len(weights[0]["codes"]) == 1
+def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
+    """Compute some blocks of rows for one tile; `reads` is None if there is one tile, of all T tokens."""
+
+    def body(partial: Any, done: Any) -> None:
+        expert, source, target, count = tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)
+        row = lax.axis_index("block") * p.rows
+        _add_up(p, partial, x_ref, inputs, expert, row, source, count)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(done)
+
+        @pl.when(lax.axis_index("group") == 0)
+        def _() -> None:
+            plgpu.barrier_wait(done)
+            finish(partial, target, row, count)
+
+    memory = plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)
+    run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
+    if reads is None:
+        run()
+    else:
+        pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
+
+
+def _finish(p: FewPlan, epilogue: Callable, out_ref: Any, partial: Any, target: Any, row: Any, count: Any) -> None:
+    """Add up the warps' sums and store the output."""
+    own = [[_strided(p, partial[warp, i]) for warp in range(p.warps)] for i in range(p.names)]
+    (y,) = epilogue([functools.reduce(jnp.add, sums) for sums in own])
+    _store(p, y.astype(out_ref.dtype), out_ref, target, row, count)
 
 
 def _strided(p: FewPlan, values: jax.Array) -> jax.Array:

@@ -55,6 +55,8 @@ class FewPlan(NamedTuple):
     ahead_x: int = 2  # steps whose tokens are: a divisor of `ahead`
     groups: int = 1  # of four warps
     is_joined: bool = False  # whether gate and up are rows of one weight, one after the other
+    programs: int = 0  # that compute several blocks in turn (packed_persistent); 0: one for each block
+    tokens: int = 8  # of a tile, at most
 
     @property
     def rows(self) -> int:
@@ -65,6 +67,11 @@ class FewPlan(NamedTuple):
     def warps(self) -> int:
         """Return the warps of a program."""
         return WARPS * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a program."""
+        return 32 * self.warps
 
     @property
     def per_byte(self) -> int:
@@ -84,9 +91,14 @@ class FewPlan(NamedTuple):
         return self.size // self.per_byte
 
     @property
+    def step(self) -> int:
+        """Return the bytes of a row that a program loads at once."""
+        return self.warps * QUAD * self.loaded
+
+    @property
     def steps(self) -> int:
         """Return the steps of a warp; in the last one there may be nothing left for some threads."""
-        return pl.cdiv(self.width, self.warps * QUAD * self.loaded)
+        return pl.cdiv(self.width, self.step)
 
     @property
     def scales_sums(self) -> bool:
@@ -107,6 +119,8 @@ State = tuple[list, list[LoadedStep], list]  # the totals, and the steps and tok
 
 class Warp:
     """Write the operations of a warp."""
+
+    slot: tuple = ()  # the part of `partial` for the sums, if it has several
 
     def __init__(self, p: FewPlan, partial: Any, x: Any, inputs: dict[str, list], expert, row, source, count) -> None:
         self.p, self.partial, self.x, self.inputs = p, partial, x, inputs
@@ -177,7 +191,7 @@ class Warp:
         p = self.p
         chunk = arith.addi(times(step, p.warps), self.warp)
         offset = times(arith.addi(times(chunk, QUAD), self.quad), p.loaded)
-        if known is None or (known + 1) * p.warps * QUAD * p.loaded <= p.width:
+        if known is None or (known + 1) * p.step <= p.width:
             return offset, None
         is_there = arith.cmpi(arith.CmpIPredicate.slt, offset, c(p.width))
         return arith.minsi(offset, c(p.width - p.loaded)), is_there
@@ -265,14 +279,20 @@ class Warp:
         p, index = self.p, ir.IndexType.get()
         is_first = arith.cmpi(arith.CmpIPredicate.eq, self.warp, c(0))
         zero, factor = (utils.c(number, ir.F32Type.get()) for number in (0.0, SUMS))
-        for at, ((i, array, rows), total) in enumerate(zip(self.rows, totals, strict=True)):
-            scales = None if p.form.group else [as_f32(self.scalar("scale", array, r)) for r in rows]
-            biases = [as_f32(self.scalar("bias", array, r)) for r in rows] if "bias" in self.inputs else None
+        for at, ((i, _, _), total) in enumerate(zip(self.rows, totals, strict=True)):
+            scales, biases = self.end("scale", at), self.end("bias", at)
             for n, value in enumerate(total):
                 value = arith.mulf(value, scales[n // 2]) if scales else value
                 value = arith.mulf(value, factor) if p.form.name == "mxfp4" else value
                 value = arith.addf(value, arith.select(is_first, biases[n // 2], zero)) if biases else value
                 token = arith.addi(times(self.quad, 2), c(n % 2))
                 row = arith.addi(self.row, c(at % p.blocks * BLOCK + n // 2 * 8))
-                place = [self.warp, c(i), token, row]
+                place = [*self.slot, self.warp, c(i), token, row]
                 memref.store(value, self.partial, [arith.index_cast(index, each) for each in place])
+
+    def end(self, kind: str, at: int) -> list | None:
+        """Return the scales or biases of a block's rows, in f32, if rows have them."""
+        if kind not in self.inputs or (kind == "scale" and self.p.form.group):
+            return None
+        _, array, rows = self.rows[at]
+        return [as_f32(self.scalar(kind, array, r)) for r in rows]
