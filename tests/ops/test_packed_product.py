@@ -78,7 +78,7 @@ def interpreted(monkeypatch):
             left[...], right[...] = weights, tokens[...].T
             plgpu.wgmma(acc, left, right)
 
-        pl.run_scoped(run, plgpu.SMEM(weights.shape, weights.dtype), plgpu.SMEM(tokens.shape[::-1], weights.dtype))
+        pl.run_scoped(run, plgpu.REGS(weights.shape, weights.dtype), plgpu.REGS(tokens.shape[::-1], weights.dtype))
 
     def column(rows, at, size, _dtype):
         matrix = rows[...].reshape(packed_codes.ROWS, size)
