@@ -5,8 +5,8 @@
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
 tokens, tiles that end past the rows, and parts of the input. `--time` prints microseconds and the share of the card's
 bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
-and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
-that fails is printed, and the others go on.
+and GPT-OSS-20B. Lines with "pipeline" are packed_pipeline's. Several weights are used in turn, so that they come from
+memory and not from the L2 cache. A variant that fails is printed, and the others go on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from dovetail.core.formats import Format
 from dovetail.ops import moe
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu.experts import few_token_experts
+from dovetail.ops.kernels.gpu.experts import CHUNK, few_token_experts
 from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
@@ -44,7 +44,7 @@ CHECKED = FORMATS | {"int4 g32": Format("int4", 32, "float16"), "uint4 g64": For
 MATRICES = {"4096 x 4096": (4096, 4096), "14336 x 4096": (14336, 4096), "4096 x 14336": (4096, 14336)}
 # what: (D, F, E, k, activation, biases, formats)
 EXPERTS = {
-    "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8_block", "int4")),
+    "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8", "fp8_block", "int4")),
     "gpt-oss-20b": (2880, 2880, 32, 4, Glu(limit=7.0), True, ("mxfp4",)),
 }
 LIMIT = 8e-3  # of the greatest value: a result in bf16
@@ -87,9 +87,12 @@ def check(only: str) -> None:
         ):  # fmt: skip
             if only in name and size % (form.group or 64) == 0:
                 reported(f"{name}, {T} x {out} x {size}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
-    for name in ("mxfp4", "fp8_block", "int4"):
+    for name in ("mxfp4", "fp8", "fp8_block", "int4"):
         for T in (3, 5, 40) if only in name else ():
-            reported(f"{name}, experts, {T} tokens", lambda form=FORMATS[name], T=T: _check_experts(form, T))
+            reported(f"{name}, experts, {T} tokens", lambda form=FORMATS[name], T=T: _check_experts(form, T, False))
+        for T in (40, 100, 300, 700) if only in name else ():  # tiles of 16 to 128 tokens, and two of an expert
+            label = f"{name}, experts, {T} tokens, pipeline"
+            reported(label, lambda form=FORMATS[name], T=T: _check_experts(form, T, True))
 
 
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
@@ -104,11 +107,11 @@ def _exact(x: jax.Array, w: Quantized) -> jax.Array:
     return jnp.einsum("td,fd->tf", x.astype(jnp.float32), whole, precision="highest")
 
 
-def _check_experts(form: Format, T: int) -> str:
+def _check_experts(form: Format, T: int, in_pipeline: bool) -> str:
     D, F = (2880, 2880) if form.name == "mxfp4" else (1024, 768)
     params, glu = some_experts(form, D, F, 8, True), Glu(limit=7.0)
     x, (weights, chosen) = jax.random.normal(jax.random.key(1), (T, D), jnp.bfloat16), choices(T, 8, 2)
-    got = few_token_packed_experts(x, weights, chosen, params, glu)
+    got = few_token_packed_experts(x, weights, chosen, params, glu, in_pipeline)
     whole = {n: w.astype(jnp.float32).dense() if isinstance(w, Quantized) else w for n, w in params.items()}
     with jax.default_matmul_precision("highest"):
         exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, whole))
@@ -177,15 +180,20 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int]) -
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
-    run = few_token_packed_experts if form else few_token_experts
+    packed = {of: functools.partial(few_token_packed_experts, in_pipeline=bool(of)) for of in ("", ", pipeline")}
+    runs: dict[str, Callable] = packed if form else {"": few_token_experts}
     for T in tokens:
         made = [choices(T, E, k, i) for i in range(4)]
         used = float(np.mean([len(np.unique(np.asarray(chosen))) for _, chosen in made]))
         items = [(*each, layers[i % 2]) for i, each in enumerate(made)]
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
-        product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        reported(f"{what}, {name}, {T}", lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
+        for of, run in runs.items():
+            if of and T <= CHUNK:  # another kernel's in both
+                continue
+            product = lambda x, item, run=run: run(x, *item, glu)  # noqa: E731
+            label = f"{what}, {name}, {T}{of}"
+            reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
 
 def _share(took: float, floor: float) -> str:

@@ -1,9 +1,8 @@
-"""The pipelined products with packed weights on Hopper: interpreted, lowered for a GPU, chosen where it is asked for."""
+"""The pipelined products with packed weights on Hopper: interpreted, lowered, chosen where it is asked for."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from ops.test_packed_product import FORMATS, a_weight, interpreted, some_experts
 from dovetail.core.formats import Format
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import packed_pipeline as kernel
-from dovetail.ops.kernels.gpu import packed_product, packed_weights
+from dovetail.ops.kernels.gpu import packed_weights
 from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles
 
 pytestmark = pytest.mark.slow
@@ -42,16 +41,18 @@ def two_programs(monkeypatch):
 
 # name: (rows of a weight, values of a row, tokens of the tiles)
 CASES = {
-    "mxfp4": (256, 320, [24, 9, 17]),
-    "fp8": (128, 192, [16, 16]),
+    "mxfp4": (256, 320, [24, 9]),
+    "fp8": (128, 192, [16]),
     "fp8 in groups": (64, 256, [16, 3]),
-    "int4": (192, 384, [24, 11]),
-    "int4 in groups of 32": (64, 256, [16, 5]),
-    "uint4": (64, 320, [16, 1]),
+    "int4": (64, 256, [16, 3]),
+    "int4 in groups of 32": (64, 64, [16]),
+    "uint4": (64, 192, [16]),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mxfp4" else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in ("mxfp4", "fp8", "int4") else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
+)
 def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
     out, size, counts = CASES[name]
     form, rng = FORMATS[name], np.random.default_rng(out)
@@ -75,3 +76,32 @@ def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
         )
         expected = jax.jit(GLU)(gate, up)
         np.testing.assert_allclose(got[first : first + count], expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(("value", "T"), [("1", 40), ("0", 40), pytest.param("1", 8, marks=pytest.mark.thorough)])
+def test_experts_take_the_pipeline_where_it_is_asked_for(monkeypatch, value, T):
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", value)
+    run = untraced(packed_weights.few_token_packed_experts)
+    traced = jax.jit(lambda *args: run(*args, GLU)).trace(*some_experts(T, FORMATS["mxfp4"]))
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("packed_pipeline_mxfp4" in lowered) == (value == "1" and T > CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("form", "N", "shape", "names", "expected"),
+    [
+        (FORMATS["mxfp4"], 40, (2880, 2880), 2, (3, 192, 3)),
+        (FORMATS["mxfp4"], 128, (2880, 2880), 2, (2, 128, 3)),
+        (FORMATS["int4"], 24, (768, 2048), 2, (3, 128, 6)),
+        (Format("int4"), 16, (64, 64), 1, (3, 128, 2)),
+    ],
+)
+def test_plans(form, N, shape, names, expected):
+    tiles = Tiles(jnp.zeros((N, shape[1])), jnp.zeros((4, 1), jnp.int32), jnp.zeros((N, 1), jnp.int32), N, N)
+    p = kernel.plan(form, tiles, shape, names)
+    assert (p.workers, p.part.inner, p.part.stages) == expected
+
+
+def test_scales_that_do_not_fit_are_left_to_the_other_kernel():
+    assert kernel.fits(FORMATS["mxfp4"], (2880, 2880), 2)
+    assert not kernel.fits(FORMATS["int4 in groups of 32"], (8192, 8192), 2)

@@ -11,14 +11,14 @@ warpgroup's products with the tokens. What is around it differs:
 Each step of the input has a slot of shared memory. `loaded` tells that its copies have come, and `released` that all
 warpgroups have read it. Scales and biases of an item have a place of their own, with barriers alike.
 
-T tokens, E experts, N tokens of a tile, G scales of a row, I tiles.
+E experts, N tokens of a tile, I tiles, R rows written.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
 from dovetail.ops.kernels.gpu import packed_product
-from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, Tiles, shared_tiles, store_rows
+from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, Tiles, begin_stores, shared_tiles
 from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PRODUCT, REGISTER, ROWS, in_order
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM)
@@ -44,21 +44,34 @@ SUMS = {3: 80, 2: 136}
 
 
 class Plan(NamedTuple):
-    """Describe a product: the part of a warpgroup, and how many of them compute."""
+    """Describe a product: what a worker computes, 64 rows of each weight, and the number of workers."""
 
     part: packed_product.Plan
-    workers: int
+    workers: int  # warpgroups that compute
 
     @property
-    def rows(self) -> int:
-        """Return the rows of each weight that a program computes at a time."""
-        return self.workers * self.part.blocks * ROWS
+    def parts(self) -> int:
+        """Return the blocks of 64 rows that a program computes at a time: a worker's are next to each other."""
+        return self.workers * self.part.names
+
+
+def most_tokens(form: Format) -> int:
+    """Return the most tokens of a tile."""
+    return MOST_TOKENS[0 if form.name == "mxfp4" else form.group]
+
+
+def fits(form: Format, shape: tuple[int, ...], names: int = 1) -> bool:
+    """Return whether shared memory holds what a product of the largest tiles needs."""
+    return _plan(form, most_tokens(form), shape, names).part.stages >= 2
 
 
 def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1) -> Plan:
     """Return the plan of a product with weights [.., out, in]."""
-    N, size = tiles.N, shape[-1]
-    part = packed_product.Plan(form, N, 128, form.group or PIECE, size, names, 1, 1, 0)
+    return _plan(form, tiles.N, shape, names)
+
+
+def _plan(form: Format, N: int, shape: tuple[int, ...], names: int) -> Plan:
+    part = packed_product.Plan(form, N, 128, form.group or PIECE, shape[-1], names, 1, 1, 0)
     workers = 3 if names * N // 2 * (1 + part.scales_sums) <= SUMS[3] else 2
     wide = (256, 192, 128) if form.name == "mxfp4" else (128,)
     tried = [_with_stages(part._replace(inner=inner), workers) for inner in wide]
@@ -72,7 +85,7 @@ def _with_stages(part: packed_product.Plan, workers: int) -> packed_product.Plan
     step = workers * part.names * ROWS * part.inner // CODES[part.form.name][1] + part.N * part.inner * 2
     vectors = part.names * (ROWS * packed_product._scale_bytes(part.form, part.size) + 512)
     fitting = (SHARED - workers * (vectors + ROWS * part.N * 2)) // step
-    return part._replace(stages=max(2, min(fitting, MOST_STAGES, part.steps)))
+    return part._replace(stages=min(fitting, MOST_STAGES, max(2, part.steps)))
 
 
 class Memory(NamedTuple):
@@ -81,7 +94,7 @@ class Memory(NamedTuple):
     codes: Any  # [stages, workers x parts, 64, bytes]
     x: Any  # [stages, N, inner]
     vectors: dict[str, Any]  # scales, zero points and biases [workers x parts, ..]
-    results: Any  # [workers, blocks, N, 64]
+    results: Any  # [workers, 1, N, 64]
     loaded: Any
     released: Any
     vectors_loaded: Any
@@ -135,29 +148,26 @@ def product(
 def _memory(p: Plan, inputs: dict[str, list], dtype: Any) -> Memory:
     """Return the shared memory of a program."""
     part, per_byte = p.part, CODES[p.part.form.name][1]
-    width, parts = part.inner // per_byte, p.workers * part.parts
-    piece = max(PIECE, part.form.group) // per_byte
-    swizzle = next(n for n in (128, 64, 32) if piece % n == part.size // per_byte % n == 0)
-    vectors = {kind: _vector(refs[0], parts, kind == "bias") for kind, refs in inputs.items() if kind != "codes"}
+    width = part.inner // per_byte
+    swizzle = math.gcd(128, max(PIECE, part.form.group) // per_byte, part.size // per_byte)
+    vectors = {kind: _vector(refs[0], p.parts, kind == "bias") for kind, refs in inputs.items() if kind != "codes"}
     return Memory(
-        packed_product._tiles((part.stages, parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
+        packed_product._tiles((part.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
         packed_product._tokens(part, dtype),
         vectors,
-        shared_tiles((p.workers, part.blocks, part.N, ROWS), dtype),
-        plgpu.Barrier(num_arrivals=parts + 1, num_barriers=part.stages),
+        shared_tiles((p.workers, 1, part.N, ROWS), dtype),
+        plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=part.stages),
         plgpu.Barrier(num_arrivals=p.workers, num_barriers=part.stages),
-        plgpu.Barrier(num_arrivals=parts * len(vectors)),
+        plgpu.Barrier(num_arrivals=p.parts * len(vectors)),
         plgpu.Barrier(num_arrivals=p.workers),
     )
 
 
 def _vector(ref: Any, parts: int, is_bias: bool) -> Any:
-    """Return shared memory for the scales, zero points or biases of items; copies go to multiples of 128 bytes."""
-    if is_bias:
+    """Return shared memory for the scales, zero points or biases of an item; copies go to multiples of 128 bytes."""
+    if is_bias or len(ref.shape) == 2:
         return plgpu.SMEM((parts, ROWS), ref.dtype)
     *rows, width = ref.shape[1:]
-    if not rows:
-        return plgpu.SMEM((parts, width), ref.dtype)
     whole = max(1, 128 // (width * jnp.dtype(ref.dtype).itemsize))
     return plgpu.SMEM((parts, pl.cdiv(rows[0], whole) * whole, width), ref.dtype)
 
@@ -169,7 +179,7 @@ def _program(
     """Take the items of a program, by the number of the warpgroup: compute, or copy."""
     shared = Memory(*memory)
     program, worker = lax.axis_index("program"), lax.axis_index("warpgroup")
-    per_tile = pl.cdiv(out_ref.shape[1], p.rows)
+    per_tile = pl.cdiv(out_ref.shape[1], p.workers * ROWS)
     items = table_ref.shape[1] * per_tile
 
     def over(run: Callable) -> Any:
@@ -180,7 +190,7 @@ def _program(
             tile = lax.div(at, per_tile)
             expert, source, target, count = (table_ref[i, tile] for i in (0, reads, 2, 3))
             source, target = pl.multiple_of(source, CHUNK), pl.multiple_of(target, CHUNK)
-            item = Item(expert, source, target, count, lax.rem(at, per_tile) * (p.rows // ROWS))
+            item = Item(expert, source, target, count, lax.rem(at, per_tile) * p.workers)
             pl.when(count > 0)(lambda: run(item, slot))
             return jnp.where(count > 0, lax.rem(slot + p.part.steps, p.part.stages), slot)
 
@@ -197,6 +207,7 @@ def _program(
             plgpu.barrier_arrive(shared.released.at[slot])
         slot = over(functools.partial(_compute_item, p, epilogue, shared, worker, out_ref))
         plgpu.barrier_arrive(shared.released.at[_previous(slot, p)])
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(worker == p.workers)
     def _copy() -> None:
@@ -215,20 +226,15 @@ def _next(slot: Any, p: Plan) -> Any:
     return jnp.where(slot == p.part.stages - 1, 0, slot + 1)
 
 
-def _blocks(p: Plan, item: Item, last: int) -> list[tuple[int, Any]]:
-    """Return the weight and the block of 64 rows of each part of an item; past the last block, that again."""
-    own = [jnp.minimum(item.block + i, last) for i in range(p.rows // ROWS)]
-    return [(name, block) for block in own for name in range(p.part.names)]
-
-
 def _copy_item(p: Plan, shared: Memory, x_ref: Any, inputs: dict[str, list], item: Item, slot: Any) -> None:
     """Copy what an item reads as shared memory is released."""
     part, width = p.part, shared.codes.shape[-1]
-    parts = _blocks(p, item, inputs["codes"][0].shape[1] // ROWS - 1)
+    last = inputs["codes"][0].shape[1] // ROWS - 1  # workers past it compute it again
+    parts = [(name, jnp.minimum(item.block + i, last)) for i in range(p.workers) for name in range(part.names)]
 
     def step(i: Any, slot: Any) -> Any:
         # The scales come after the steps for which slots are free while the last item is computed.
-        pl.when(i == part.stages - 1)(lambda: _copy_vectors(shared, inputs, item, parts))
+        pl.when(i == min(part.stages, part.steps) - 1)(lambda: _copy_vectors(shared, inputs, item, parts))
         plgpu.barrier_wait(shared.released.at[slot])
         for which, (name, block) in enumerate(parts):
             codes = inputs["codes"][name].at[item.expert, pl.ds(block * ROWS, ROWS), pl.ds(i * width, width)]
@@ -256,10 +262,14 @@ def _copy_vectors(shared: Memory, inputs: dict[str, list], item: Item, parts: li
             plgpu.copy_gmem_to_smem(ref, into, shared.vectors_loaded)
 
 
-def _compute_item(p: Plan, epilogue: Callable, shared: Memory, worker: Any, out_ref: Any, item: Item, slot: Any) -> None:
+def _compute_item(
+    p: Plan, epilogue: Callable, shared: Memory, worker: Any, out_ref: Any, item: Item, slot: Any
+) -> None:
     """Compute a worker's rows of an item, and store them."""
     part, first = p.part, worker * p.part.parts
-    vectors = {kind: [ref.at[first + i] for i in range(part.parts)] for kind, ref in shared.vectors.items()}
+    vectors = {
+        kind: [_own_part(part, ref, first + i) for i in range(part.parts)] for kind, ref in shared.vectors.items()
+    }
     plgpu.barrier_wait(shared.vectors_loaded)
     sums = _sums(p, shared, Own(first, vectors), slot)
     spread = lambda v: lax.broadcast_in_dim(plgpu.layout_cast(v, PER_ROW).astype(jnp.float32), (ROWS, part.N), [0])  # noqa: E731
@@ -268,20 +278,30 @@ def _compute_item(p: Plan, epilogue: Callable, shared: Memory, worker: Any, out_
     if "bias" in vectors:
         sums = [x + spread(vectors["bias"][i][...]) for i, x in enumerate(sums)]
     plgpu.barrier_arrive(shared.vectors_released)
-    last = out_ref.shape[1] // ROWS - 1
-    own = [jnp.minimum(item.block + worker * part.blocks + i, last) for i in range(part.blocks)]
-    rows = [pl.ds(block * ROWS, ROWS) for block in own]
-    store_rows(epilogue(sums), shared.results.at[worker], out_ref, rows, item.target, item.count)
+    block = jnp.minimum(item.block + worker, out_ref.shape[1] // ROWS - 1)
+    results, rows = shared.results.at[worker], [pl.ds(block * ROWS, ROWS)]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's
+    begin_stores(epilogue(sums), results, out_ref, rows, item.target, item.count)
+
+
+def _own_part(part: packed_product.Plan, ref: Any, at: Any) -> Any:
+    """Return the scales, zero points or bias of a part, without what follows them in shared memory."""
+    if len(ref.shape) == 2:
+        return ref.at[at]
+    strip = packed_product._strip(part.form, part.size)
+    assert strip is not None
+    return ref.at[at, pl.ds(0, strip[0])]
 
 
 class Own(NamedTuple):
-    """Hold what a worker reads alone."""
+    """Hold what a worker reads alone, as packed_product reads it."""
 
     first: Any  # of its parts among those of all workers
     vectors: dict[str, list]  # of its parts
+    codes: Any = None  # by slot and part: those that are in registers
 
 
-def _sums(p: Plan, shared: Memory, own: Own, slot: Any) -> list[jax.Array]:
+def _sums(p: Plan, shared: Memory, own: Any, slot: Any) -> list[jax.Array]:
     """Return the products of each of a worker's parts with the tokens over all steps, [64, N] f32."""
     part, acc = p.part, ACC((ROWS, p.part.N), jnp.float32)
     groups = part.inner // part.group if part.scales_sums else 1
@@ -305,17 +325,17 @@ def _sums(p: Plan, shared: Memory, own: Own, slot: Any) -> list[jax.Array]:
         totals = list(carry[1])
         for n, found in enumerate(pl.run_scoped(multiply, [[acc] * groups] * part.parts)):
             for j, x in enumerate(found):
-                totals[n] += x * packed_product._spread(part, _view(own), "scale", n, i * groups + j, x)
+                totals[n] += x * packed_product._spread(part, own, "scale", n, i * groups + j, x)
         return _next(carry[0], p), tuple(totals)
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, part.N), jnp.float32), PRODUCT)
     return list(lax.fori_loop(0, part.steps, step, (slot, (zeros,) * part.parts))[1])
 
 
-def _issue(p: Plan, shared: Memory, own: Own, slot: Any, step: Any, sums: list[list]) -> None:
+def _issue(p: Plan, shared: Memory, own: Any, slot: Any, step: Any, sums: list[list]) -> None:
     """Add a step's products, for each part to the accumulators of its groups in turn.
 
-    A piece's products run while the next piece is unpacked. Without branches: ptxas would let each product end first.
+    A piece's products run while the next piece is unpacked. A branch in a step would make ptxas wait for each product.
     """
     part = p.part._replace(inner=max(PIECE, p.part.form.group))
     pieces, groups = p.part.inner // part.inner, part.inner // part.group
@@ -328,15 +348,10 @@ def _issue(p: Plan, shared: Memory, own: Own, slot: Any, step: Any, sums: list[l
     plgpu.barrier_wait(shared.loaded.at[slot])
     codes = load(*order[0])
     for at, (n, k) in enumerate(order):
-        view, codes = _view(own, {(0, n): codes}), load(*order[at + 1]) if at + 1 < len(order) else codes
+        view, codes = own._replace(codes={(0, n): codes}), load(*order[at + 1]) if at + 1 < len(order) else codes
         for j, values in enumerate(packed_product._weights(part, view, 0, n, (step * pieces + k) * groups)):
             tokens = shared.x.at[slot, :, pl.ds(k * part.inner + j * part.group, part.group)]
             packed_product.add_product(sums[n][(k * groups + j) % len(sums[n])], values, tokens)
         plgpu.wgmma_wait(groups)  # those of the piece before are done
         if at == 0:
             plgpu.barrier_arrive(shared.released.at[_previous(slot, p)])
-
-
-def _view(own: Own, codes: Any = None) -> Any:
-    """Return what packed_product reads of shared memory, with codes [slot, part] that are in registers."""
-    return SimpleNamespace(codes=codes, vectors=own.vectors)
