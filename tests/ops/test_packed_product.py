@@ -238,6 +238,7 @@ def hopper(monkeypatch):
         (dict(dtype=jnp.float32), "bf16"),
         (dict(out=100), "whole"),
         (dict(x=(1, 96)), "whole"),
+        (dict(x=(8, 192)), "whole"),  # half a group of scales at the end
         (dict(form=Format("nf4", 64)), "nf4"),
         (dict(form=Format("int4", 16, "float16")), "groups of 16"),
         (dict(form=Format("mxfp4", 32, "uint8"), x=(1, 1 << 16)), "scales"),

@@ -82,7 +82,7 @@ def why_not_rows(form: Format, shape: tuple[int, ...]) -> str | None:
     out, size = shape[-2:]
     if form.name not in FORMATS or form.group not in GROUPS or (form.name == "fp8" and form.group not in (0, 128)):
         return f"no kernel for {form.describe()}"
-    if out % ROWS or size % (LEAST_TILE * CODES[form.name][1]) or size % min(form.group or 64, 64):
+    if out % ROWS or size % (LEAST_TILE * CODES[form.name][1]) or size % (form.group or 64):
         return f"a weight of {out} x {size}: tiles are whole"
     fits = ROWS * _scale_bytes(form, size) <= MOST_SCALES and _strip(form, size)
     return None if fits else f"too many scales in rows of {size}"
