@@ -81,7 +81,7 @@ def interpreted(monkeypatch):
         pl.run_scoped(run, plgpu.REGS(weights.shape, weights.dtype), plgpu.REGS(tokens.shape[::-1], weights.dtype))
 
     def column(rows, at, size, _dtype):
-        matrix = rows[...].reshape(packed_codes.ROWS, size)
+        matrix = rows[...].reshape(-1)[: packed_codes.ROWS * size].reshape(packed_codes.ROWS, size)
         return jax.lax.dynamic_index_in_dim(matrix, at, axis=1, keepdims=False)
 
     def store_transposed(ref, x):

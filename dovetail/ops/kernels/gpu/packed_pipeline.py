@@ -37,10 +37,8 @@ MOST_TOKENS = packed_product.MOST_TOKENS | {0: 128}  # of a tile, by the group o
 PIECE = 64  # values of a row that are unpacked at a time: their registers are held until they are multiplied
 SHARED = 222 * 1024  # bytes of shared memory of a program
 LEAST_STAGES, MOST_STAGES = 3, 8
-# Registers of a thread that computes and of one that copies, by the number of warpgroups that compute, and the most
-# registers of those that may hold sums.
-REGISTERS = {3: (160, 32), 2: (232, 40)}
-SUMS = {3: 80, 2: 136}
+REGISTERS = {3: (160, 32), 2: (232, 40)}  # of a thread that computes and of one that copies, by the workers
+MOST_SUMS = 80  # of these registers, with three workers
 
 
 class Plan(NamedTuple):
@@ -72,12 +70,19 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1) -> 
 
 def _plan(form: Format, N: int, shape: tuple[int, ...], names: int) -> Plan:
     part = packed_product.Plan(form, N, 128, form.group or PIECE, shape[-1], names, 1, 1, 0)
-    workers = 3 if names * N // 2 * (1 + part.scales_sums) <= SUMS[3] else 2
+    sums = names * N // 2 * (1 + part.scales_sums)
     wide = (256, 192, 128) if form.name == "mxfp4" else (128,)
-    tried = [_with_stages(part._replace(inner=inner), workers) for inner in wide]
-    # the fewest values past the end of a row, and then the fewest steps
-    best = min(tried, key=lambda part: (part.stages < LEAST_STAGES, part.steps * part.inner, part.steps))
-    return Plan(best, workers)
+    tried = [
+        Plan(_with_stages(part._replace(inner=inner), workers), workers)
+        for workers in ((3, 2) if sums <= MOST_SUMS else (2,))
+        for inner in wide
+    ]
+    return min(tried, key=_cost)
+
+
+def _cost(p: Plan) -> tuple[int, ...]:
+    """Compare plans: enough stages, many workers, few values past the end of a row, and then few steps."""
+    return -min(p.part.stages, LEAST_STAGES), -p.workers, p.part.steps * p.part.inner, p.part.steps
 
 
 def _with_stages(part: packed_product.Plan, workers: int) -> packed_product.Plan:
@@ -197,11 +202,9 @@ def _program(
         mine = lax.div(items - program + PROGRAMS - 1, PROGRAMS)
         return lax.fori_loop(0, mine, body, jnp.int32(0))
 
-    registers = REGISTERS[p.workers]
-
     @pl.when(worker < p.workers)
     def _compute() -> None:
-        plgpu.set_max_registers(registers[0], action="increase")
+        plgpu.set_max_registers(REGISTERS[p.workers][0], action="increase")
         plgpu.barrier_arrive(shared.vectors_released)
         for slot in range(p.part.stages - 1):  # the first step releases the last one
             plgpu.barrier_arrive(shared.released.at[slot])
@@ -211,7 +214,7 @@ def _program(
 
     @pl.when(worker == p.workers)
     def _copy() -> None:
-        plgpu.set_max_registers(registers[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[p.workers][1], action="decrease")
         over(functools.partial(_copy_item, p, shared, x_ref, inputs))
         plgpu.barrier_wait(shared.vectors_released)  # nothing arrives in a program that has ended
         for slot in range(p.part.stages):
@@ -267,9 +270,7 @@ def _compute_item(
 ) -> None:
     """Compute a worker's rows of an item, and store them."""
     part, first = p.part, worker * p.part.parts
-    vectors = {
-        kind: [_own_part(part, ref, first + i) for i in range(part.parts)] for kind, ref in shared.vectors.items()
-    }
+    vectors = {kind: [ref.at[first + i] for i in range(part.parts)] for kind, ref in shared.vectors.items()}
     plgpu.barrier_wait(shared.vectors_loaded)
     sums = _sums(p, shared, Own(first, vectors), slot)
     spread = lambda v: lax.broadcast_in_dim(plgpu.layout_cast(v, PER_ROW).astype(jnp.float32), (ROWS, part.N), [0])  # noqa: E731
@@ -282,15 +283,6 @@ def _compute_item(
     results, rows = shared.results.at[worker], [pl.ds(block * ROWS, ROWS)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's
     begin_stores(epilogue(sums), results, out_ref, rows, item.target, item.count)
-
-
-def _own_part(part: packed_product.Plan, ref: Any, at: Any) -> Any:
-    """Return the scales, zero points or bias of a part, without what follows them in shared memory."""
-    if len(ref.shape) == 2:
-        return ref.at[at]
-    strip = packed_product._strip(part.form, part.size)
-    assert strip is not None
-    return ref.at[at, pl.ds(0, strip[0])]
 
 
 class Own(NamedTuple):
