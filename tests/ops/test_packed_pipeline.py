@@ -22,7 +22,7 @@ GLU = Glu(limit=7.0)
 E = 2
 
 
-def a_table(N: int, counts: list[int]) -> tuple[np.ndarray, int]:
+def a_table(counts: list[int]) -> tuple[np.ndarray, int]:
     """Return tiles of these tokens, the last one not used: the first two are of the last expert; and their rows."""
     count = np.asarray([*counts, 0], np.int32)
     rows = -(-count // CHUNK) * CHUNK
@@ -39,14 +39,14 @@ def two_programs(monkeypatch):
         yield
 
 
-# name: (rows of a weight, values of a row, tokens of the tiles)
+# name: (rows of a weight, values of a row, tokens of the tiles, warpgroups that compute, weights)
 CASES = {
-    "mxfp4": (256, 320, [24, 9]),
-    "fp8": (128, 192, [16]),
-    "fp8 in groups": (64, 256, [16, 3]),
-    "int4": (64, 256, [16, 3]),
-    "int4 in groups of 32": (64, 64, [16]),
-    "uint4": (64, 192, [16]),
+    "mxfp4": (192, 320, [16, 9], 2, 2),
+    "fp8": (192, 320, [16], 2, 1),
+    "fp8 in groups": (64, 256, [16, 3], 2, 2),
+    "int4": (128, 384, [16, 3], 3, 1),
+    "int4 in groups of 32": (64, 192, [16], 2, 1),
+    "uint4": (64, 192, [16], 3, 1),
 }
 
 
@@ -54,28 +54,24 @@ CASES = {
     "name", [n if n in ("mxfp4", "fp8", "int4") else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
 )
 def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
-    out, size, counts = CASES[name]
+    out, size, counts, workers, names = CASES[name]
     form, rng = FORMATS[name], np.random.default_rng(out)
-    N = max(counts)
-    table, R = a_table(N, counts)
+    table, R = a_table(counts)
     x = jnp.asarray(rng.normal(size=(R, size)), jnp.bfloat16)
-    weights = [a_weight(form, E, out, size, seed=i) for i in range(2)]
+    weights = [a_weight(form, E, out, size, seed=i) for i in range(names)]
     biases = [jnp.asarray(rng.normal(size=(E, out)), jnp.bfloat16) for _ in weights]
-    tiles = Tiles(x, jnp.asarray(table), None, N, R)
-    p = kernel.plan(form, tiles, (E, out, size), 2)
+    tiles = Tiles(x, jnp.asarray(table), jnp.zeros((R, 1), jnp.int32), max(counts), R)
+    p = kernel.plan(form, tiles, (E, out, size), names)._replace(workers=workers)
+    glu = (lambda gate, up: GLU.in_kernel(gate, up)) if names == 2 else (lambda only: only)
     with two_programs(monkeypatch):
-        got = kernel.product(
-            x, [w.arrays for w in weights], biases, tiles, p, epilogue=lambda sums: [GLU.in_kernel(*sums)]
-        )
+        arrays = [w.arrays for w in weights]
+        got = kernel.product(x, arrays, biases, tiles, p, epilogue=lambda sums: [glu(*sums)])
     got = np.asarray(got, np.float32)
+    whole = [np.asarray(w.astype(jnp.float32).dense()) for w in weights]
     for expert, first, _, count in table.T:
         own = np.asarray(x[first : first + count], np.float32)
-        gate, up = (
-            own @ np.asarray(w.astype(jnp.float32).dense())[expert].T + np.asarray(b[expert], np.float32)
-            for w, b in zip(weights, biases, strict=True)
-        )
-        expected = jax.jit(GLU)(gate, up)
-        np.testing.assert_allclose(got[first : first + count], expected, atol=0.02, rtol=0.02)
+        sums = [own @ w[expert].T + np.asarray(b[expert], np.float32) for w, b in zip(whole, biases, strict=True)]
+        np.testing.assert_allclose(got[first : first + count], jax.jit(glu)(*sums), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(("value", "T"), [("1", 40), ("0", 40), pytest.param("1", 8, marks=pytest.mark.thorough)])
@@ -104,4 +100,4 @@ def test_plans(form, N, shape, names, expected):
 
 def test_scales_that_do_not_fit_are_left_to_the_other_kernel():
     assert kernel.fits(FORMATS["mxfp4"], (2880, 2880), 2)
-    assert not kernel.fits(FORMATS["int4 in groups of 32"], (8192, 8192), 2)
+    assert not kernel.fits(FORMATS["mxfp4"], (14336, 14336), 2)
