@@ -9,9 +9,7 @@ warpgroup's products with the tokens. What is around it differs:
 - Products run while the next codes are unpacked; sums stay in the accumulators where no scales multiply them.
 
 Each step of the input has a slot of shared memory. `loaded` tells that its copies have come, and `released` that all
-warpgroups have read it. Scales and biases of an item have a place of their own, with barriers alike.
-
-E experts, N tokens of a tile, I tiles, R rows written.
+workers, the warpgroups that compute, have read it. Scales and biases have a place of their own, with barriers alike.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ REGISTERS = {3: (160, 32), 2: (232, 40)}  # of a thread that computes and of one
 MOST_SUMS = 80  # of these registers, with three workers
 
 
-class Plan(NamedTuple):
+class PipelinePlan(NamedTuple):
     """Describe a product: what a worker computes, 64 rows of each weight, and the number of workers."""
 
     part: packed_product.Plan
@@ -63,24 +61,24 @@ def fits(form: Format, shape: tuple[int, ...], names: int = 1) -> bool:
     return _plan(form, most_tokens(form), shape, names).part.stages >= 2
 
 
-def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1) -> Plan:
+def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1) -> PipelinePlan:
     """Return the plan of a product with weights [.., out, in]."""
     return _plan(form, tiles.N, shape, names)
 
 
-def _plan(form: Format, N: int, shape: tuple[int, ...], names: int) -> Plan:
+def _plan(form: Format, N: int, shape: tuple[int, ...], names: int) -> PipelinePlan:
     part = packed_product.Plan(form, N, 128, form.group or PIECE, shape[-1], names, 1, 1, 0)
     sums = names * N // 2 * (1 + part.scales_sums)
     wide = (256, 192, 128) if form.name == "mxfp4" else (128,)
     tried = [
-        Plan(_with_stages(part._replace(inner=inner), workers), workers)
+        PipelinePlan(_with_stages(part._replace(inner=inner), workers), workers)
         for workers in ((3, 2) if sums <= MOST_SUMS else (2,))
         for inner in wide
     ]
     return min(tried, key=_cost)
 
 
-def _cost(p: Plan) -> tuple[int, ...]:
+def _cost(p: PipelinePlan) -> tuple[int, ...]:
     """Compare plans: enough stages, many workers, few values past the end of a row, and then few steps."""
     return -min(p.part.stages, LEAST_STAGES), -p.workers, p.part.steps * p.part.inner, p.part.steps
 
@@ -93,7 +91,7 @@ def _with_stages(part: packed_product.Plan, workers: int) -> packed_product.Plan
     return part._replace(stages=min(fitting, MOST_STAGES, max(2, part.steps)))
 
 
-class Memory(NamedTuple):
+class PipelineMemory(NamedTuple):
     """Hold the shared memory and the barriers of a program."""
 
     codes: Any  # [stages, workers x parts, 64, bytes]
@@ -106,7 +104,7 @@ class Memory(NamedTuple):
     vectors_released: Any
 
 
-class Item(NamedTuple):
+class TileRows(NamedTuple):
     """Describe what a program computes at a time."""
 
     expert: Any
@@ -121,7 +119,7 @@ def product(
     weights: list[dict[str, jax.Array]],
     biases: list[jax.Array],
     tiles: Tiles,
-    p: Plan,
+    p: PipelinePlan,
     *,
     reads: int = 1,
     epilogue: Callable[[list], list] = lambda sums: sums,
@@ -150,13 +148,13 @@ def product(
     )(tiles.table, x, *leaves)
 
 
-def _memory(p: Plan, inputs: dict[str, list], dtype: Any) -> Memory:
+def _memory(p: PipelinePlan, inputs: dict[str, list], dtype: Any) -> PipelineMemory:
     """Return the shared memory of a program."""
     part, per_byte = p.part, CODES[p.part.form.name][1]
     width = part.inner // per_byte
     swizzle = math.gcd(128, max(PIECE, part.form.group) // per_byte, part.size // per_byte)
     vectors = {kind: _vector(refs[0], p.parts, kind == "bias") for kind, refs in inputs.items() if kind != "codes"}
-    return Memory(
+    return PipelineMemory(
         packed_product._tiles((part.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
         packed_product._tokens(part, dtype),
         vectors,
@@ -178,11 +176,11 @@ def _vector(ref: Any, parts: int, is_bias: bool) -> Any:
 
 
 def _program(
-    p: Plan, epilogue: Callable, reads: int,
+    p: PipelinePlan, epilogue: Callable, reads: int,
     table_ref: Any, x_ref: Any, inputs: dict[str, list], out_ref: Any, *memory: Any,
 ) -> None:  # fmt: skip
     """Take the items of a program, by the number of the warpgroup: compute, or copy."""
-    shared = Memory(*memory)
+    shared = PipelineMemory(*memory)
     program, worker = lax.axis_index("program"), lax.axis_index("warpgroup")
     per_tile = pl.cdiv(out_ref.shape[1], p.workers * ROWS)
     items = table_ref.shape[1] * per_tile
@@ -195,7 +193,7 @@ def _program(
             tile = lax.div(at, per_tile)
             expert, source, target, count = (table_ref[i, tile] for i in (0, reads, 2, 3))
             source, target = pl.multiple_of(source, CHUNK), pl.multiple_of(target, CHUNK)
-            item = Item(expert, source, target, count, lax.rem(at, per_tile) * p.workers)
+            item = TileRows(expert, source, target, count, lax.rem(at, per_tile) * p.workers)
             pl.when(count > 0)(lambda: run(item, slot))
             return jnp.where(count > 0, lax.rem(slot + p.part.steps, p.part.stages), slot)
 
@@ -221,15 +219,17 @@ def _program(
             plgpu.barrier_wait(shared.released.at[slot])
 
 
-def _previous(slot: Any, p: Plan) -> Any:
+def _previous(slot: Any, p: PipelinePlan) -> Any:
     return jnp.where(slot == 0, p.part.stages - 1, slot - 1)
 
 
-def _next(slot: Any, p: Plan) -> Any:
+def _next(slot: Any, p: PipelinePlan) -> Any:
     return jnp.where(slot == p.part.stages - 1, 0, slot + 1)
 
 
-def _copy_item(p: Plan, shared: Memory, x_ref: Any, inputs: dict[str, list], item: Item, slot: Any) -> None:
+def _copy_item(
+    p: PipelinePlan, shared: PipelineMemory, x_ref: Any, inputs: dict[str, list], item: TileRows, slot: Any
+) -> None:
     """Copy what an item reads as shared memory is released."""
     part, width = p.part, shared.codes.shape[-1]
     last = inputs["codes"][0].shape[1] // ROWS - 1  # workers past it compute it again
@@ -250,7 +250,7 @@ def _copy_item(p: Plan, shared: Memory, x_ref: Any, inputs: dict[str, list], ite
     lax.fori_loop(0, part.steps, step, slot)
 
 
-def _copy_vectors(shared: Memory, inputs: dict[str, list], item: Item, parts: list) -> None:
+def _copy_vectors(shared: PipelineMemory, inputs: dict[str, list], item: TileRows, parts: list) -> None:
     """Copy the scales, zero points and biases of an item."""
     per_expert = inputs["codes"][0].shape[1] // ROWS
     plgpu.barrier_wait(shared.vectors_released)
@@ -266,13 +266,13 @@ def _copy_vectors(shared: Memory, inputs: dict[str, list], item: Item, parts: li
 
 
 def _compute_item(
-    p: Plan, epilogue: Callable, shared: Memory, worker: Any, out_ref: Any, item: Item, slot: Any
+    p: PipelinePlan, epilogue: Callable, shared: PipelineMemory, worker: Any, out_ref: Any, item: TileRows, slot: Any
 ) -> None:
     """Compute a worker's rows of an item, and store them."""
     part, first = p.part, worker * p.part.parts
     vectors = {kind: [ref.at[first + i] for i in range(part.parts)] for kind, ref in shared.vectors.items()}
     plgpu.barrier_wait(shared.vectors_loaded)
-    sums = _sums(p, shared, Own(first, vectors), slot)
+    sums = _sums(p, shared, WorkerView(first, vectors), slot)
     spread = lambda v: lax.broadcast_in_dim(plgpu.layout_cast(v, PER_ROW).astype(jnp.float32), (ROWS, part.N), [0])  # noqa: E731
     if not part.form.group:
         sums = [x * spread(vectors["scale"][i][...]) for i, x in enumerate(sums)]
@@ -285,7 +285,7 @@ def _compute_item(
     begin_stores(epilogue(sums), results, out_ref, rows, item.target, item.count)
 
 
-class Own(NamedTuple):
+class WorkerView(NamedTuple):
     """Hold what a worker reads alone, as packed_product reads it."""
 
     first: Any  # of its parts among those of all workers
@@ -293,7 +293,7 @@ class Own(NamedTuple):
     codes: Any = None  # by slot and part: those that are in registers
 
 
-def _sums(p: Plan, shared: Memory, own: Any, slot: Any) -> list[jax.Array]:
+def _sums(p: PipelinePlan, shared: PipelineMemory, own: Any, slot: Any) -> list[jax.Array]:
     """Return the products of each of a worker's parts with the tokens over all steps, [64, N] f32."""
     part, acc = p.part, ACC((ROWS, p.part.N), jnp.float32)
     groups = part.inner // part.group if part.scales_sums else 1
@@ -324,7 +324,7 @@ def _sums(p: Plan, shared: Memory, own: Any, slot: Any) -> list[jax.Array]:
     return list(lax.fori_loop(0, part.steps, step, (slot, (zeros,) * part.parts))[1])
 
 
-def _issue(p: Plan, shared: Memory, own: Any, slot: Any, step: Any, sums: list[list]) -> None:
+def _issue(p: PipelinePlan, shared: PipelineMemory, own: Any, slot: Any, step: Any, sums: list[list]) -> None:
     """Add a step's products, for each part to the accumulators of its groups in turn.
 
     A piece's products run while the next piece is unpacked. A branch in a step would make ptxas wait for each product.
