@@ -1,13 +1,14 @@
 """Check and time products with packed weights on a Hopper GPU: matrices and experts, few tokens.
 
-    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--persistent] [--plans 6]
+    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--unmeasured] [--plans 6]
 
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
 tokens, tiles that end past the rows, and parts of the input. `--time` prints microseconds and the share of the card's
 bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
 and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
-that fails is printed, and the others go on. `--persistent` adds lines of the persistent programs for up to 8 tokens
-(kernels/gpu/packed_turns.py), which are not chosen by default, and `--plans` some with other plans of them.
+that fails is printed, and the others go on. `--unmeasured` adds lines of the kernels that DOVETAIL_UNMEASURED_KERNELS=1
+chooses (packed_turns.py for up to 8 tokens, packed_pipeline.py for experts of more), and `--plans` some with other
+plans of the first.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MATRICES = {
 }  # fmt: skip
 # what: (D, F, E, k, activation, biases, formats)
 EXPERTS = {
-    "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8_block", "int4")),
+    "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8", "fp8_block", "int4")),
     "gpt-oss-20b": (2880, 2880, 32, 4, Glu(limit=7.0), True, ("mxfp4",)),
 }
 UNMEASURED = "DOVETAIL_UNMEASURED_KERNELS"
@@ -72,7 +73,7 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
 
 @contextlib.contextmanager
 def planned(plan: Callable | None) -> Iterator[None]:
-    """Let products of few tokens take this plan, of packed_turns.plan's arguments, or none of persistent programs."""
+    """Choose kernels that have not been measured, the persistent programs with this plan, or none of these kernels."""
     before = os.environ.get(UNMEASURED), packed_turns.plan
     os.environ[UNMEASURED], packed_turns.plan = str(int(plan is not None)), plan or packed_turns.plan
     for product in (packed_matmul, few_token_packed_experts):
@@ -84,13 +85,13 @@ def planned(plan: Callable | None) -> Iterator[None]:
         os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
 
 
-def variants(T: int, is_asked: bool) -> Iterator[str]:
-    """Choose the default kernel, and persistent programs if they are asked for and T suits; yield a note for each."""
+def variants(is_asked: bool) -> Iterator[str]:
+    """Choose the default kernels, and those that have not been measured if asked; yield a note for each."""
     with planned(None):
         yield ""
-    if is_asked and T <= packed_few.FEW:
+    if is_asked:
         with planned(packed_turns.plan):
-            yield ", persistent"
+            yield ", unmeasured"
 
 
 def error(got: jax.Array, expected: jax.Array) -> float:
@@ -109,7 +110,7 @@ def reported(label: str, run: Callable[[], str]) -> None:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str, persistent: bool) -> None:
+def check(only: str, unmeasured: bool) -> None:
     """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
@@ -117,12 +118,15 @@ def check(only: str, persistent: bool) -> None:
             (1, 512, 4096, None), (1, 28672, 4096, None), (5, 28672, 4096, None), (8, 4096, 4096, None),
             (100, 8192, 1024, None), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
         ):  # fmt: skip
-            for note in variants(T, persistent) if only in name and size % (form.group or 64) == 0 else ():
+            for note in (
+                variants(unmeasured and T <= packed_few.FEW) if only in name and size % (form.group or 64) == 0 else ()
+            ):
                 what = f"{name}, {T} x {out} x {size}{note}"
                 reported(what, lambda a=(form, T, out, size, dtype): _check_matrix(*a))
-    for name in ("mxfp4", "fp8_block", "int4"):
-        for T in (1, 3, 5, 8, 40) if only in name else ():
-            for note in variants(T, persistent):
+    for name in ("mxfp4", "fp8", "fp8_block", "int4"):
+        # more than 8: tiles of 16 to 128 tokens, and two of an expert
+        for T in (1, 3, 5, 8, 40, 100, 300, 700) if only in name else ():
+            for note in variants(unmeasured):
                 reported(f"{name}, experts, {T} tokens{note}", lambda form=FORMATS[name], T=T: _check_experts(form, T))
 
 
@@ -196,7 +200,7 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> float:
     return seconds(run, x, items) / len(items)
 
 
-def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], persistent: bool, plans: int) -> None:
+def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: int) -> None:
     out, size = MATRICES[what]
     copies = max(4, COPIED // (out * size * 2))
     items = [a_weight(form, out, size, seed=i) for i in range(copies)]
@@ -205,7 +209,7 @@ def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], pe
     for T in tokens:
         x = jnp.ones((T, size), jnp.bfloat16)
         run = lambda x=x: _share(in_turn(product, x, items), floor)  # noqa: E731
-        for note in variants(T, persistent and form is not None):
+        for note in variants(unmeasured and form is not None and T <= packed_few.FEW):
             reported(f"{what}, {name}, {T}{note}", run)
         for p in best_plans(x, form, (out, size), plans) if form else ():
             with planned(lambda *_, p=p: p):
@@ -222,7 +226,7 @@ def best_plans(x: jax.Array, form: Format, shape: tuple[int, int], count: int) -
     return list(dict.fromkeys(p for _, p in sorted(found, key=lambda each: -each[0])))[:count]
 
 
-def time_experts(what: str, name: str, form: Format | None, tokens: list[int], persistent: bool) -> None:
+def time_experts(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool) -> None:
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
@@ -234,7 +238,7 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int], p
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        for note in variants(T, persistent and form is not None):
+        for note in variants(unmeasured and form is not None):
             label = f"{what}, {name}, {T}{note}"
             reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
@@ -250,22 +254,22 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only", default="", help="formats whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--persistent", action="store_true", help="also persistent programs")
+    parser.add_argument("--unmeasured", action="store_true", help="also kernels that are not the default yet")
     parser.add_argument("--plans", type=int, default=0, help="time so many plans of persistent programs for a matrix")
     asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
     if asked.check:
-        check(asked.only, asked.persistent)
+        check(asked.only, asked.unmeasured)
     if not asked.time:
         return
     formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if asked.only in name}
     for what in MATRICES:
         for name, form in formats.items():
-            time_matrix(what, name, form, asked.tokens, asked.persistent, asked.plans)
+            time_matrix(what, name, form, asked.tokens, asked.unmeasured, asked.plans)
     for what, (*_, known) in EXPERTS.items():
         for name, form in formats.items():
             if name == "bf16" or name in known:
-                time_experts(what, name, form, asked.tokens, asked.persistent)
+                time_experts(what, name, form, asked.tokens, asked.unmeasured)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,12 @@ def _program(
 
 def store_rows(outputs: list, results: Any, out_ref: Any, rows: list, target: Any, count: Any) -> None:
     """Store outputs [64, N], one for each block of `rows`, as `count` rows of out_ref [R, out] from `target` on."""
+    begin_stores(outputs, results, out_ref, rows, target, count)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def begin_stores(outputs: list, results: Any, out_ref: Any, rows: list, target: Any, count: Any) -> None:
+    """Store as `store_rows` does, without waiting until the copies from shared memory are done."""
     for i, out in enumerate(outputs):
         store_transposed(results.at[i], out.astype(results.dtype))
     plgpu.commit_smem()
@@ -253,8 +259,6 @@ def store_rows(outputs: list, results: Any, out_ref: Any, rows: list, target: An
         def _(chunk: Any = chunk, into: Any = into) -> None:
             for i, columns in enumerate(rows):
                 plgpu.copy_smem_to_gmem(results.at[i, chunk], out_ref.at[into, columns])
-
-    plgpu.wait_smem_to_gmem(0)
 
 
 def store_transposed(ref: Any, x: jax.Array) -> None:

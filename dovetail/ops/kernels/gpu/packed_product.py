@@ -93,7 +93,7 @@ def why_not_rows(form: Format, shape: tuple[int, ...]) -> str | None:
     out, size = shape[-2:]
     if form.name not in FORMATS or form.group not in GROUPS or (form.name == "fp8" and form.group not in (0, 128)):
         return f"no kernel for {form.describe()}"
-    if out % ROWS or size % (LEAST_TILE * CODES[form.name][1]) or size % min(form.group or 64, 64):
+    if out % ROWS or size % (LEAST_TILE * CODES[form.name][1]) or size % (form.group or 64):
         return f"a weight of {out} x {size}: tiles are whole"
     fits = ROWS * _scale_bytes(form, size) <= MOST_SCALES and _strip(form, size)
     return None if fits else f"too many scales in rows of {size}"
@@ -265,13 +265,7 @@ def _program(
     plgpu.barrier_wait(shared.vectors_loaded)
 
     sums = _sums(p, shared, fetch, part * p.steps, steps)
-    spread = lambda v: lax.broadcast_in_dim(plgpu.layout_cast(v, PER_ROW).astype(jnp.float32), (ROWS, p.N), [0])  # noqa: E731
-    if not p.form.group:
-        sums = [x * spread(shared.vectors["scale"][at][...]) for at, x in enumerate(sums)]
-    if p.form.name == "mxfp4":
-        sums = [x * SUMS for x in sums]
-    if inputs["bias"]:
-        sums = [x + spread(shared.vectors["bias"][at][...]) for at, x in enumerate(sums)]
+    sums = finished(p, sums, shared.vectors)
     if not in_parts:
         store_rows(epilogue(sums), shared.results, out_ref, rows, target, count)
         return
@@ -281,6 +275,19 @@ def _program(
     for at, own in enumerate(rows):
         plgpu.copy_smem_to_gmem(shared.results.at[at], out_ref.at[part, tile, own])
     plgpu.wait_smem_to_gmem(0)
+
+
+def finished(p: Plan, sums: list[jax.Array], vectors: dict[str, list]) -> list[jax.Array]:
+    """Return the sums [64, N] of all values, with what is applied at the end: scales of rows, SUMS and biases."""
+
+    def spread(vector: Any) -> jax.Array:
+        return lax.broadcast_in_dim(plgpu.layout_cast(vector[...], PER_ROW).astype(jnp.float32), (ROWS, p.N), [0])
+
+    if not p.form.group:
+        sums = [x * spread(scale) for x, scale in zip(sums, vectors["scale"], strict=True)]
+    if p.form.name == "mxfp4":
+        sums = [x * SUMS for x in sums]
+    return [x + spread(bias) for x, bias in zip(sums, vectors["bias"], strict=True)] if "bias" in vectors else sums
 
 
 def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> list[jax.Array]:

@@ -19,7 +19,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from dovetail.core.formats import Format
-from dovetail.ops.kernels.gpu import packed_few, packed_product
+from dovetail.ops.capabilities import tries_unmeasured
+from dovetail.ops.kernels.gpu import packed_few, packed_pipeline, packed_product
 from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles, all_tokens, sorted_tokens
 from dovetail.ops.kernels.gpu.packed_product import MOST_TOKENS, plan, product, why_not_rows
 
@@ -109,18 +110,22 @@ def why_not_packed_experts(x: Any, params: dict, glu: Any) -> str | None:
 @functools.partial(jax.jit, static_argnames="glu")  # the layers of a model share one lowered function
 def few_token_packed_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: dict, glu: Any) -> jax.Array:
     """Return [T, D] as experts.few_token_experts does, with packed experts (ops.quant.weight.Quantized)."""
-    gate, down = params["gate"], params["down"]
-    most = min(most_tokens(gate.format), most_tokens(down.format))
+    products = [("gate", "up"), ("down",)]
+    firsts = [(params[names[0]].format, params[names[0]].shape, len(names)) for names in products]
+    many, most_of = packed_product, most_tokens
+    if tries_unmeasured() and all(packed_pipeline.fits(*a) for a in firsts):
+        many, most_of = packed_pipeline, packed_pipeline.most_tokens
+    most = min(most_of(form) for form, *_ in firsts)
     arrange = all_tokens if len(x) <= CHUNK else functools.partial(sorted_tokens, most=most, slack=SLACK)
-    tiles = arrange(x, chosen, gate.shape[0])
+    tiles = arrange(x, chosen, params["gate"].shape[0])
 
     def times(x: jax.Array, names: tuple[str, ...], **options: Any) -> jax.Array:
         form, shape = params[names[0]].format, params[names[0]].shape
         biases = [params[f"{name}_bias"] for name in names if f"{name}_bias" in params]
         arrays = [params[name].arrays for name in names]
-        of: Any = packed_few if tiles.N <= packed_few.FEW else packed_product  # each takes its own plan
+        of: Any = packed_few if tiles.N <= packed_few.FEW else many  # each takes its own plan
         return of.product(x, arrays, biases, tiles, of.plan(form, tiles, shape, len(names)), **options)
 
-    hidden = times(tiles.x, ("gate", "up"), epilogue=lambda sums: [glu.in_kernel(*sums)])
-    out = times(hidden, ("down",), reads=2)  # where the first product wrote
+    hidden = times(tiles.x, products[0], epilogue=lambda sums: [glu.in_kernel(*sums)])
+    out = times(hidden, products[1], reads=2)  # where the first product wrote
     return jnp.einsum("tkd,tk->td", out[tiles.row].astype(jnp.float32), weights).astype(x.dtype)

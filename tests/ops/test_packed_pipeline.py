@@ -1,0 +1,103 @@
+"""The pipelined products with packed weights on Hopper: interpreted, lowered, chosen where it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.test_packed_product import FORMATS, a_weight, interpreted, some_experts, untraced
+
+from dovetail.core.formats import Format
+from dovetail.ops.glu import Glu
+from dovetail.ops.kernels.gpu import packed_pipeline as kernel
+from dovetail.ops.kernels.gpu import packed_weights
+from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles
+
+pytestmark = pytest.mark.slow
+
+GLU = Glu(limit=7.0)
+E = 2
+
+
+def a_table(counts: list[int]) -> tuple[np.ndarray, int]:
+    """Return tiles of these tokens, the last one not used: the first two are of the last expert; and their rows."""
+    count = np.asarray([*counts, 0], np.int32)
+    rows = -(-count // CHUNK) * CHUNK
+    first = np.cumsum(rows) - rows
+    expert = np.where(np.arange(len(count)) < 2, E - 1, 0)
+    return np.stack([expert, first, first, count]).astype(np.int32), int(rows.sum())
+
+
+@contextlib.contextmanager
+def two_programs(monkeypatch):
+    """Interpret the kernel with programs that take several items each."""
+    with interpreted(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(kernel, "PROGRAMS", 2)
+        yield
+
+
+# name: (rows of a weight, values of a row, tokens of the tiles, warpgroups that compute, weights)
+CASES = {
+    "mxfp4": (192, 320, [16, 9], 2, 2),
+    "fp8": (192, 320, [16], 2, 1),
+    "fp8 in groups": (64, 256, [16, 3], 2, 2),
+    "int4": (128, 384, [16, 3], 3, 1),
+    "int4 in groups of 32": (64, 192, [16], 2, 1),
+    "uint4": (64, 192, [16], 3, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("mxfp4", "fp8", "int4") else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
+)
+def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
+    out, size, counts, workers, names = CASES[name]
+    form, rng = FORMATS[name], np.random.default_rng(out)
+    table, R = a_table(counts)
+    x = jnp.asarray(rng.normal(size=(R, size)), jnp.bfloat16)
+    weights = [a_weight(form, E, out, size, seed=i) for i in range(names)]
+    biases = [jnp.asarray(rng.normal(size=(E, out)), jnp.bfloat16) for _ in weights]
+    tiles = Tiles(x, jnp.asarray(table), jnp.zeros((R, 1), jnp.int32), max(counts), R)
+    p = kernel.plan(form, tiles, (E, out, size), names)._replace(workers=workers)
+    glu = (lambda gate, up: GLU.in_kernel(gate, up)) if names == 2 else (lambda only: only)
+    with two_programs(monkeypatch):
+        arrays = [w.arrays for w in weights]
+        got = kernel.product(x, arrays, biases, tiles, p, epilogue=lambda sums: [glu(*sums)])
+    got = np.asarray(got, np.float32)
+    whole = [np.asarray(w.astype(jnp.float32).dense()) for w in weights]
+    for expert, first, _, count in table.T:
+        own = np.asarray(x[first : first + count], np.float32)
+        sums = [own @ w[expert].T + np.asarray(b[expert], np.float32) for w, b in zip(whole, biases, strict=True)]
+        np.testing.assert_allclose(got[first : first + count], jax.jit(glu)(*sums), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(("value", "T"), [("1", 40), ("0", 40), pytest.param("1", 8, marks=pytest.mark.thorough)])
+def test_experts_take_the_pipeline_where_it_is_asked_for(monkeypatch, value, T):
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", value)
+    run = untraced(packed_weights.few_token_packed_experts)
+    traced = jax.jit(lambda *args: run(*args, GLU)).trace(*some_experts(T, FORMATS["mxfp4"]))
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("packed_pipeline_mxfp4" in lowered) == (value == "1" and T > CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("form", "N", "shape", "names", "expected"),
+    [
+        (FORMATS["mxfp4"], 40, (2880, 2880), 2, (3, 192, 3)),
+        (FORMATS["mxfp4"], 128, (2880, 2880), 2, (2, 128, 3)),
+        (FORMATS["int4"], 24, (768, 2048), 2, (3, 128, 6)),
+        (Format("int4"), 16, (64, 64), 1, (3, 128, 2)),
+    ],
+)
+def test_plans(form, N, shape, names, expected):
+    tiles = Tiles(jnp.zeros((N, shape[1])), jnp.zeros((4, 1), jnp.int32), jnp.zeros((N, 1), jnp.int32), N, N)
+    p = kernel.plan(form, tiles, shape, names)
+    assert (p.workers, p.part.inner, p.part.stages) == expected
+
+
+def test_scales_that_do_not_fit_are_left_to_the_other_kernel():
+    assert kernel.fits(FORMATS["mxfp4"], (2880, 2880), 2)
+    assert not kernel.fits(FORMATS["mxfp4"], (14336, 14336), 2)
