@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from dovetail.core.mesh import Placement
 from dovetail.ops.dispatch_products import experts_kernel, router_kernel
 from dovetail.ops.glu import Glu
-from dovetail.ops.linear import grouped, matmul, per_head
+from dovetail.ops.linear import grouped_each, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
 from dovetail.ops.router import scores_at, top_k
 
@@ -186,16 +186,19 @@ def _grouped(
     sorted_group = jnp.minimum(group[order], num_experts - 1)
     share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
-    def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = checkpoint_name(grouped(inputs, params[name], sizes, platform), "product")
-        bias = params.get(f"{name}_bias")
+    def apply(inputs: jax.Array, names: tuple[str, ...], share: float | jax.Array = 1.0) -> list[jax.Array]:
+        products = grouped_each(inputs, tuple(params[name] for name in names), sizes, platform)
+        return [finish(checkpoint_name(y, "product"), params.get(f"{name}_bias"), share)
+                for y, name in zip(products, names, strict=True)]  # fmt: skip
+
+    def finish(y: jax.Array, bias: jax.Array | None, share: float | jax.Array) -> jax.Array:
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
     rows: Any = _deal(x, order, back, k)
-    hidden = glu(apply(rows, "gate"), apply(rows, "up"))
+    hidden = glu(*apply(rows, ("gate", "up")))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
     hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
-    out = apply(hidden, "down", bias_share * share)
+    [out] = apply(hidden, ("down",), bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
     return _collect(out, order, back, k)
