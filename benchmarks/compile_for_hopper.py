@@ -145,7 +145,7 @@ def _inputs(body: dict[str, Instruction], name: str) -> int:
 
 def print_training(ready: Any, step: Any, kernels: int) -> None:
     """Print the memory of a training step, its kinds of operations, and those that move the most bytes."""
-    found, planned = step.memory_analysis(), ready.derived.memory.total
+    found, planned = step.memory_analysis(), ready.memory(1).total
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     peak = held + found.temp_size_in_bytes
     print("\n".join(ready.derived.explain()))
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--train", metavar="ROWSxLENGTH", help="compile a step of training instead")
     parser.add_argument("--kernels", type=int, default=0, help="with --train: list so many kinds of operations")
     parser.add_argument("overrides", nargs="*", help="with --train: keys of the recipe, such as remat=dots")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     device = hopper()
     if args.train:
         print_training(*compile_training(device, args.model, args.train, args.overrides, args.dump), args.kernels)
