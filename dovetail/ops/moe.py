@@ -162,8 +162,10 @@ def experts(
     if kernel:
         return kernel(x, weights, chosen, params, glu)
     if placement is None or placement.mesh.size == 1:
-        return _flat(x, weights, chosen, params, glu, platform)
-    return _sharded(x, weights, chosen, params, glu, platform, placement)
+        out = _flat(x, weights, chosen, params, glu, platform)
+    else:
+        out = _sharded(x, weights, chosen, params, glu, platform, placement)
+    return checkpoint_name(out, "product")
 
 
 def _flat(x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, **options) -> jax.Array:
@@ -188,14 +190,14 @@ def _grouped(
 
     def apply(inputs: jax.Array, names: tuple[str, ...], share: float | jax.Array = 1.0) -> list[jax.Array]:
         products = grouped_each(inputs, tuple(params[name] for name in names), sizes, platform)
-        return [finish(checkpoint_name(y, "product"), params.get(f"{name}_bias"), share)
-                for y, name in zip(products, names, strict=True)]  # fmt: skip
+        return [finish(y, params.get(f"{name}_bias"), share) for y, name in zip(products, names, strict=True)]
 
     def finish(y: jax.Array, bias: jax.Array | None, share: float | jax.Array) -> jax.Array:
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
     rows: Any = _deal(x, order, back, k)
-    hidden = glu(*apply(rows, ("gate", "up")))
+    # the products to keep under remat=dots; of those of `down` a gradient needs the sums at most: `experts` names them
+    hidden = glu(*(checkpoint_name(y, "product") for y in apply(rows, ("gate", "up"))))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
     hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
     [out] = apply(hidden, ("down",), bias_share * share)

@@ -294,8 +294,9 @@ def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: b
         return D
     if remat == "attention":
         return D + kept + sums
-    if remat == "dots":  # the outputs of products; with a post-norm also that of the last one
-        return (2 + layer.post_norm) * D + products + kept + sums + (1 + gated) * hidden + ends
+    if remat == "dots":  # the outputs of products; with a post-norm also that of the last one, or of its experts' sum
+        # autodiff keeps no rows of the experts' last product, but libtpu's steps hold as much (docs/tpu.md)
+        return (2 + layer.post_norm) * D + products + kept + sums + (1 + gated) * hidden + ends * on_tpu
     # The inputs of products and kernels. The gradient of a rotation needs nothing, that of a QK norm its input.
     norms = 2 * (layer.pre_norm + layer.post_norm)
     plain = isinstance(layer.attn, Attention) and not layer.attn.qk_norm

@@ -49,6 +49,11 @@ QWEN_MOE = dict(
     num_experts_per_tok=8, moe_intermediate_size=1024, intermediate_size=6144, norm_topk_prob=True, hidden_act="silu",
     tie_word_embeddings=False,
 )  # fmt: skip
+MOE, COPIES = "a small mixture of experts", 2
+SMALL_MOE = QWEN_MOE | dict(
+    hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512,
+    num_experts=8, num_experts_per_tok=COPIES, moe_intermediate_size=320,
+)  # fmt: skip
 SFT = Sft(model="here", batch=1, length=512, steps=1, data=TuningData(path="here"))
 
 
@@ -137,7 +142,7 @@ def cudnn(monkeypatch):
 
 def traced(name: str, layers: int, remat: str, scan: bool):
     """Return the model, its trunk, and the shapes to call it with."""
-    cfg = read_model(name)
+    cfg = parse_config(SMALL_MOE, "test") if name == MOE else read_model(name)
     cfg = replace(cfg, layers=cfg.layers[:layers], source=f"{name}, {layers} layers")
 
     def run(params, tokens):
@@ -186,7 +191,8 @@ def kept(name: str, layers: int, remat: str, scan: bool) -> float:
     """Return the bf16 numbers per token that autodiff saves, without the weights."""
     _, run, (params, tokens) = traced(name, layers, remat, scan)
     left = jax.tree.leaves(jax.eval_shape(lambda p, t: jax.vjp(lambda p: run(p, t), p)[1], params, tokens))
-    of_tokens = [leaf for leaf in left if (B, T) in (leaf.shape[:2], leaf.shape[1:3]) or leaf.shape[-1:] == (T,)]
+    of_tokens = [leaf for leaf in left if (B, T) in (leaf.shape[:2], leaf.shape[1:3]) or leaf.shape[-1:] == (T,)
+                 or leaf.shape[:1] == (B * T * COPIES,)]  # fmt: skip
     return sum(leaf.size * leaf.dtype.itemsize for leaf in of_tokens) / (2 * B * T)
 
 
@@ -198,6 +204,14 @@ def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
     found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2
     expected = plan._saved(D, layer, 1, 1, remat) * (LOOPED if scan else 1)
     assert found == pytest.approx(expected, rel=0.06 if scan else 0)
+
+
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+def test_saved_activations_of_experts_equal_autodiffs_residuals(cudnn, remat):
+    """Nothing needs what the down projection returned: rows are weighted before it."""
+    cfg = parse_config(SMALL_MOE, "test")
+    found = (kept(MOE, 4, remat, False) - kept(MOE, 2, remat, False)) / 2
+    assert found == plan._saved(cfg.dim, cfg.layers[0], 1, 1, remat)
 
 
 @pytest.mark.parametrize("looped", [False, True])
