@@ -2,7 +2,8 @@
 
     python benchmarks/grouped.py [--check] [--time] [--tiles] [--only train]
 
-`--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes. `--time` prints the TFLOP/s
+`--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes, with one weight and with two
+whose gradients to the rows are one kernel (`DOVETAIL_UNMEASURED_KERNELS=1`). `--time` prints the TFLOP/s
 of the kernels for Hopper (Mosaic GPU) and of those for other GPUs (Triton), with their share of the peak. `--tiles`
 times the kernels for Hopper with other tiles.
 """
@@ -13,6 +14,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,13 +80,24 @@ def check() -> None:
             print(f"check {N} x {K}, {name:18s} forward, to_x, to_w: {np.array(errors)} {verdict}", flush=True)
 
 
+def check_two() -> None:
+    N, K = 256, 320
+    ws, dys = (normal(1, E, N, K), normal(2, E, N, K)), (normal(3, M, N), normal(4, M, N))
+    for name, each in SIZES.items():
+        sizes = jnp.asarray(each, jnp.int32)
+        ours = jax.jit(hopper.rows_products, static_argnames="transposed")(dys, ws, sizes, transposed=False)
+        theirs = sum(ragged(dy, w.mT, sizes).astype(jnp.float32) for dy, w in zip(dys, ws, strict=True))
+        error = float(jnp.abs(ours.astype(jnp.float32) - theirs).max() / jnp.maximum(jnp.abs(theirs).max(), 1))
+        print(f"check two of {N} x {K}, {name:18s} to_x: {error} {'ok' if error < 8e-3 else 'DIFFERS'}", flush=True)
+
+
 def ragged_sizes(rows: int, groups: int) -> jax.Array:
     """Return sizes as of a router: uneven, with all rows in a group."""
     rng = np.random.default_rng(0)
     return jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(groups, 20.0))), jnp.int32)
 
 
-def seconds(run: Callable, *args: jax.Array, calls: int = 10) -> float:
+def seconds(run: Callable, *args: Any, calls: int = 10) -> float:
     jitted = jax.jit(run)
     jax.block_until_ready([jitted(*args) for _ in range(2)])
     best = float("inf")
@@ -102,6 +115,18 @@ def products(kernels, **options) -> dict[str, Callable]:
         "to_x": lambda x, w, dy, sizes: kernels.rows_product(dy, w, sizes, transposed=False, **options),
         "to_w": lambda x, w, dy, sizes: kernels.weights_product(dy, x, sizes, dtype=w.dtype, **options),
     }
+
+
+def time_two(name: str, args: tuple, flops: float, size: float) -> None:
+    """Time the gradient to the rows of two weights, in one kernel and in two."""
+    _, w, dy, sizes = args
+    each = (dy, w), (normal(3, *dy.shape), normal(4, *w.shape))
+    pairs = tuple(zip(*each, strict=True))
+    one = lambda pairs, sizes: hopper.rows_products(*pairs, sizes, transposed=False)  # noqa: E731
+    two = lambda pairs, sizes: sum(  # noqa: E731
+        hopper.rows_product(dy, w, sizes, transposed=False) for dy, w in zip(*pairs, strict=True)
+    )
+    timed(name, "hopper, two weights", {"to_x, one": one, "to_x, two": two}, (pairs, sizes), flops, size)
 
 
 def timed(name: str, label: str, runs: dict[str, Callable], args: tuple, flops: float, size: float) -> None:
@@ -129,6 +154,7 @@ def main() -> None:
     print(jax.devices(), jax.__version__)
     if chosen.check:
         check()
+        check_two()
     for name, (rows, groups, N, K) in SHAPES.items():
         if chosen.only not in name or not (chosen.time or chosen.tiles):
             continue
@@ -137,6 +163,7 @@ def main() -> None:
         if chosen.time:
             timed(name, "triton", products(triton), args, flops, size)
             timed(name, "hopper", products(hopper), args, flops, size)
+            time_two(name, args, 2 * flops, 2 * size)
         for tiles in TILES if chosen.tiles else []:
             label = f"{tiles.cols} x {tiles.stages}, swizzle {tiles.swizzle}"
             timed(name, label, products(hopper, tiles=tiles), args, flops, size)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dovetail.ops import moe
+from dovetail.ops import moe, router
 from dovetail.ops.kernels.gpu import experts, grouped_hopper
 from dovetail.ops.kernels.gpu.mosaic import routing, sorting
 
@@ -86,7 +86,7 @@ def logits_of(T: int, E: int) -> Iterator[np.ndarray]:
     rng = np.random.default_rng(T + E)
     x = 3 * rng.normal(size=(T, E)).astype(np.float32)
     yield x
-    if T * E < moe.MANY_SCORES:  # from there on XLA sorts -0.0 below 0.0
+    if T * E < router.MANY_SCORES:  # from there on XLA sorts -0.0 below 0.0
         yield np.where(rng.random((T, E)) < 0.5, -0.0, np.round(x / 2)).astype(np.float32)
     yield np.where(rng.random((T, E)) < 0.5, -np.inf, x).astype(np.float32)
     yield np.zeros((T, E), np.float32)

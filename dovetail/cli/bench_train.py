@@ -60,7 +60,7 @@ def run(
         rows[f"FLOP/s, {'4N, ' if frozen else ''}{name} attention"] = f"{rate * flops / 1e12:,.1f} TFLOP/s{share}"
     if "peak_bytes_in_use" in memory:
         limit = usable_bytes(device) or 0
-        taken, planned = memory["peak_bytes_in_use"], ready.derived.memory.total
+        taken, planned = memory["peak_bytes_in_use"], ready.memory(documents).total
         rows["memory"] = f"{taken / 2**30:.1f} GiB of {limit / 2**30:.1f}; {planned / 2**30:.1f} planned"
     name = model.rstrip("/").rpartition("/")[2]
     console.print(_table(f"{name}, {batch} x {length}, documents per row: {documents}, {devices}", rows))

@@ -20,7 +20,7 @@ from dovetail.core.errors import UserError
 GIB = 2**30
 TERA = 1e12
 GIGA = 1e9
-LOGITS_BYTES = 1 << 30  # of f32 logits that a device other than a CPU holds at a time while it takes the loss
+LOGITS_BYTES = 1 << 30  # of the logits that a device other than a CPU holds at a time while it takes the loss
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,16 @@ def cpu_chip(cores: int, memory: int) -> Chip:
     """
     source = f"{cores} cores of 31.5 GFLOP/s (f32) and 8 GB/s, as measured of one on 2026-11"
     return Chip("CPU", (), cores * CORE_FLOPS, memory, cores * CORE_BANDWIDTH, None, dcn=1.25 * GIGA, source=source)
+
+
+def logit_chunks(tokens: int, most: int) -> tuple[int, int]:
+    """Return in how many chunks the logits of a device's tokens are computed, and the tokens of each.
+
+    A chunk has at most `most` tokens; all have as many if at most twice as many chunks allow that.
+    """
+    fewest = -(-tokens // most)
+    chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
+    return chunks, -(-tokens // chunks)
 
 
 def usable_bytes(device: Any) -> int | None:

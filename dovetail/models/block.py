@@ -21,7 +21,7 @@ from dovetail.ops.adapter import of_rows
 from dovetail.ops.linear import gated, matmul
 from dovetail.ops.moe import RouterStats, experts, route, route_step, router_stats
 from dovetail.ops.norm import add_rms_norm, rms_norm
-from dovetail.ops.quant.weight import is_quantized
+from dovetail.ops.router import router_logits
 
 Table = tuple[jax.Array, jax.Array] | tuple[()]  # cos and sin of a Rope; nothing for a layer without
 
@@ -113,11 +113,7 @@ def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Arra
     """Run the experts on x; the router reads router_x (the same, except in Gemma 4)."""
     if moe.scaled_router:
         router_x = rms_norm(router_x, None, cfg.norm_eps) * p["router_scale"] * cfg.dim**-0.5
-    router = p["router"]
-    if is_quantized(router) or router.dtype != router_x.dtype:
-        router_x, router = router_x.astype(jnp.float32), router.astype(jnp.float32)
-    # sums in f32: two experts' scores may differ by less than bf16 resolves
-    logits = matmul(router_x, router, p.get("router_bias"), out_dtype=jnp.float32)
+    logits = router_logits(router_x, p["router"], p.get("router_bias"))
     bias, stats = p.get("choice_bias"), None
     if isinstance(ctx, Packed):
         weights, chosen = route(moe.router, logits, bias)

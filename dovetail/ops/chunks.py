@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.chips import LOGITS_BYTES
+from dovetail.core.chips import LOGITS_BYTES, logit_chunks
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, Rules, constrain
 
@@ -85,7 +85,7 @@ def chunks_of(
         placement = Placement(placement.mesh, Rules(table))
     tokens = rows * length // (row_groups * length_groups)
     held = words // (placement.size("vocab") if placement else 1)
-    number, size = _cut(tokens, chunk or max(1, _chunk_bytes(placement) // (itemsize * held)))
+    number, size = logit_chunks(tokens, chunk or max(1, _chunk_bytes(placement) // (itemsize * held)))
     return Chunks(rows, length, row_groups, length_groups, number, size, placement)
 
 
@@ -120,10 +120,3 @@ def _groups(placement: Placement | None, logical: str, dim: int) -> tuple[tuple[
 def _chunk_bytes(placement: Placement | None) -> int:
     platform = placement.platform if placement else jax.default_backend()
     return CPU_BYTES if platform == "cpu" else LOGITS_BYTES
-
-
-def _cut(tokens: int, most: int) -> tuple[int, int]:
-    """Return (chunks, tokens of each): at most `most`, and equal ones if at most twice as many chunks allow that."""
-    fewest = -(-tokens // most)
-    chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
-    return chunks, -(-tokens // chunks)

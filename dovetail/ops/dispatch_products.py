@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from platform import machine
 from typing import Any, cast
 
@@ -96,6 +96,20 @@ def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
         from dovetail.ops.kernels.gpu.grouped import grouped_matmul as kernel
     log_once("experts", name)
     return kernel
+
+
+def grouped_each_kernel(platform: str | None, rows: Any, ws: Sequence[Any]) -> Callable | None:
+    """Return the grouped matmul with several weights whose gradient to the rows is one kernel; None for one each.
+
+    It has never run on a card.
+    """
+    alike = len(ws) > 1 and all(isinstance(w, jax.Array) and w.shape == ws[0].shape for w in ws)
+    if not alike or not tries_unmeasured() or choose_grouped(platform, rows, ws[0]) != "mosaic":
+        return None
+    from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmuls
+
+    log_once("experts", "mosaic, one gradient to the rows")
+    return grouped_matmuls
 
 
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dovetail.ops.dispatch_products import choose_product, grouped_kernel, product_kernel
+from dovetail.ops.dispatch_products import choose_product, grouped_each_kernel, grouped_kernel, product_kernel
 
 ARRAYS = (jax.Array, np.ndarray)
 PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out
@@ -131,6 +131,14 @@ def grouped(rows: jax.Array, w: Any, sizes: jax.Array, platform: str | None = No
         return cast(Weight, w).grouped(rows, sizes, platform)
     kernel = grouped_kernel(platform, rows, w)
     return kernel(rows, w, sizes) if kernel else lax.ragged_dot_general(rows, jnp.asarray(w), sizes, _PER_GROUP)
+
+
+def grouped_each(
+    rows: jax.Array, ws: tuple[Any, ...], sizes: jax.Array, platform: str | None = None
+) -> tuple[jax.Array, ...]:
+    """Multiply rows by each of several weights of one shape, as `grouped`."""
+    kernel = grouped_each_kernel(platform, rows, ws)
+    return kernel(rows, ws, sizes) if kernel else tuple(grouped(rows, w, sizes, platform) for w in ws)
 
 
 # --- joined weights ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -24,10 +23,10 @@ from jax.sharding import PartitionSpec
 from dovetail.core.mesh import Placement
 from dovetail.ops.dispatch_products import experts_kernel, router_kernel, sort_kernel
 from dovetail.ops.glu import Glu
-from dovetail.ops.linear import grouped, matmul, per_head
+from dovetail.ops.linear import grouped_each, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
+from dovetail.ops.router import scores_at, top_k
 
-MANY_SCORES = 1024 * 128  # from which on all pairs are more work than a sort's kernel takes to compile
 ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
 
 
@@ -60,14 +59,14 @@ def route(router: Router, logits: jax.Array, bias: jax.Array | None = None) -> t
         choice = scores = logits  # whose order is the same; a softmax over the chosen ones is normalised
     else:
         scores = jax.nn.softmax(logits) if router.score == "softmax" else jax.nn.sigmoid(logits)
-        choice = scores
+        choice = scores if alone else lax.stop_gradient(scores)
     if bias is not None:
         choice = choice + bias.astype(jnp.float32)
     if router.groups > 1:
         choice = jnp.where(_in_best_groups(router, choice), choice, -jnp.inf)
     weights, chosen = top_k(choice, router.top_k)
     if not alone:
-        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        weights = scores_at(scores, chosen)
     if scores is logits:
         weights = jax.nn.softmax(weights, axis=-1)
     elif router.normalize:
@@ -93,41 +92,6 @@ def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
     _, chosen = top_k(best.sum(axis=-1), router.top_groups)
     allowed = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(len(chosen))[:, None], chosen].set(True)
     return jnp.repeat(allowed, grouped.shape[-1], axis=-1).reshape(choice.shape)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the greatest scores [..., k] of [..., E] and their places, as lax.top_k does.
-
-    On a GPU that is a sort, of which XLA compiles one or two kernels for every layer: half the compile time of a step.
-    """
-
-    def sort(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, places = lax.top_k(scores, k)
-        return values, places
-
-    if scores.size >= MANY_SCORES:
-        return sort(scores)
-    return lax.platform_dependent(scores, cuda=functools.partial(top_k_by_rank, k=k), default=sort)
-
-
-@top_k.defjvp
-def _top_k_jvp(k: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]):
-    values, places = top_k(*primals, k)
-    none = np.zeros(places.shape, jax.dtypes.float0)
-    return (values, places), (jnp.take_along_axis(tangents[0], places, axis=-1), none)
-
-
-def top_k_by_rank(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return what lax.top_k does, by comparing all pairs of scores [..., E] in f32. With NaN, places are in range."""
-    place = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    own, other = scores[..., :, None], scores[..., None, :]
-    precedes = jnp.where(place < place[:, None], other >= own, other > own)
-    rank = precedes.sum(axis=-1, dtype=jnp.int32)
-    is_it = rank[..., None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
-    found = jnp.where(is_it, scores[..., None, :], -jnp.inf), jnp.where(is_it, place, 0)
-    most = lambda a, b: (jnp.maximum(a[0], b[0]), jnp.maximum(a[1], b[1]))  # noqa: E731
-    return lax.reduce(found, (jnp.float32(-jnp.inf), jnp.int32(0)), most, (scores.ndim,))  # one kernel for both
 
 
 class RouterStats(NamedTuple):
@@ -198,8 +162,10 @@ def experts(
     if kernel:
         return kernel(x, weights, chosen, params, glu)
     if placement is None or placement.mesh.size == 1:
-        return _flat(x, weights, chosen, params, glu, platform)
-    return _sharded(x, weights, chosen, params, glu, platform, placement)
+        out = _flat(x, weights, chosen, params, glu, platform)
+    else:
+        out = _sharded(x, weights, chosen, params, glu, platform, placement)
+    return checkpoint_name(out, "product")
 
 
 def _flat(x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, **options) -> jax.Array:
@@ -221,16 +187,19 @@ def _grouped(
     sorted_group = jnp.minimum(group[order], num_experts - 1)
     share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
-    def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = checkpoint_name(grouped(inputs, params[name], sizes, platform), "product")
-        bias = params.get(f"{name}_bias")
+    def apply(inputs: jax.Array, names: tuple[str, ...], share: float | jax.Array = 1.0) -> list[jax.Array]:
+        products = grouped_each(inputs, tuple(params[name] for name in names), sizes, platform)
+        return [finish(y, params.get(f"{name}_bias"), share) for y, name in zip(products, names, strict=True)]
+
+    def finish(y: jax.Array, bias: jax.Array | None, share: float | jax.Array) -> jax.Array:
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
     rows: Any = _deal(x, order, back, k)
-    hidden = glu(apply(rows, "gate"), apply(rows, "up"))
+    # the products to keep under remat=dots; of those of `down` a gradient needs the sums at most: `experts` names them
+    hidden = glu(*(checkpoint_name(y, "product") for y in apply(rows, ("gate", "up"))))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
     hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
-    out = apply(hidden, "down", bias_share * share)
+    [out] = apply(hidden, ("down",), bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
     return _collect(out, order, back, k)

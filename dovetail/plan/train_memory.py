@@ -11,8 +11,8 @@ values by remat policy, plus one layer's working set. The peak is at one of four
 The backward pass frees activations while it creates gradients, so both are never complete at the same time, except
 that a loop over layers holds its gradients as stacked arrays from its first iteration to its last.
 
-On an H200 the count is within 4% of the measured memory for Llama-3.2-1B 8 x 4096 and 1 x 32768, Qwen3-0.6B 16 x 4096
-and four Mixtral layers, all unrolled and without remat (docs/performance.md). plan.serve_memory counts an engine's.
+On an H200 the count is within 5% of the measured memory in eleven runs: dense models, mixtures of experts, adapters,
+with and without remat and microsteps (tests/plan/test_memory.py). plan.serve_memory counts an engine's.
 
 D model dim, V vocabulary, F width of the feed-forward, E devices along the expert axis.
 """
@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh
 
-from dovetail.core.chips import LOGITS_BYTES
+from dovetail.core.chips import LOGITS_BYTES, logit_chunks
 from dovetail.core.compute import compute_of
 from dovetail.core.mesh import MESH_AXES, TRAIN, Placement
 from dovetail.core.spec import leaves
@@ -53,6 +53,9 @@ LOOPED = 2.1
 LOOPED_ENCODER, LOOPED_ENCODER_HOST = 1.4, 1.13
 LANES = 128  # a TPU pads heads to whole lanes
 DOCUMENTS = 16  # cuDNN keeps softmax sums for this many documents per row (15 and the padding: train.prepare)
+# A GPU's loop over microsteps: the share by which the heap that XLA lays out exceeds the values in it. Compiled for an
+# H200 by jax 0.10.2 and 0.11.2: 0 and 7% for Qwen3-0.6B, 3 and 5% for LoRA of Llama-3.1-8B; without a loop, 0 to 2%.
+HOLES = 0.04
 _SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that split weights
 Axes = Mapping[str, int]  # mesh axis -> devices along it
 Shape = tuple[tuple[int, ...], tuple[str | None, ...]]  # a weight's shape and logical axes
@@ -66,7 +69,7 @@ class TrainMemory:
     frozen: int  # weights that are read but not trained
     optimizer: int
     gradients: int
-    gathered: int  # the gathered weights of two layers, and the gradients of the two embeddings
+    gathered: int  # the gathered weights of two layers and of the head, and the head's gradient
     activations: int
     logits: int  # a chunk of logits and of their gradient
 
@@ -88,6 +91,7 @@ def memory(
     rows: int,
     on_host: bool = False,
     on_tpu: bool = False,
+    documents: int = 0,
 ) -> TrainMemory:
     """Return the memory of a step with `rows` rows per device and microstep.
 
@@ -100,6 +104,7 @@ def memory(
         on_host: Count as XLA's CPU compiler allocates: bf16 is held as f32, and outside of loops every residual of
             autodiff is saved, whatever the remat policy.
         on_tpu: Count as on a TPU: attention outputs are padded to whole lanes, and softmax sums are saved once.
+        documents: The documents per row, padding included, that attention keeps softmax sums for; 0: DOCUMENTS.
     """
     mtp, tensor = mtp_layers(cfg, settings), axes.get("tensor", 1)
     itemsize = 4 if on_host else BYTES[settings.precision.compute]
@@ -111,15 +116,17 @@ def memory(
         TrainMemory, elements * bytes_per_weight(settings, on_host), frozen, 4 * moments, gathered=gathered * itemsize
     )
     shards = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
-    sums = 4 * elements if rows * shards < settings.batch else 0  # gradient accumulator over microsteps
+    in_parts = rows * shards < settings.batch
+    sums = 4 * elements if in_parts else 0  # gradient accumulator over microsteps
+    held = 1 + HOLES * (in_parts and not on_host and not on_tpu)
     stacked = elements * itemsize if settings.scan else 0  # gradients of a loop over layers
     copied = stacked if cfg.images else 0  # an encoder's weights are stacked in the step
     tokens = rows * settings.length // axes.get("context", 1)
     kept_all = on_host and not settings.scan
     remat = "none" if kept_all else remat
-    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, on_tpu)
+    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, on_tpu, documents)
     looped = _looped(cfg, on_host, kept_all) if remat == "none" and (settings.scan or kept_all) else 1
-    saved = int(tokens * itemsize * saved * looped) + copied
+    saved = int(tokens * itemsize * saved * looped * held) + copied
     working *= tokens * itemsize
     items, patches = models.images
     tower = tower_saved(cfg, models.adapter, tensor, patches * kept_all) * rows * items * patches * itemsize
@@ -165,8 +172,8 @@ def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> i
         return 0
     vocab = cfg.vocab // (tensor if cfg.vocab % tensor == 0 else 1)
     itemsize = BYTES[settings.precision.logits or settings.precision.compute]
-    chunk = min(LOGITS_BYTES // itemsize, tokens * vocab)
-    return chunk * (itemsize + BYTES[settings.precision.compute])
+    _, chunk = logit_chunks(tokens, max(1, LOGITS_BYTES // (itemsize * vocab)))
+    return chunk * vocab * (itemsize + BYTES[settings.precision.compute])
 
 
 # --- the state --------------------------------------------------------------------------------------------------------
@@ -183,7 +190,8 @@ def _elements(
         local = local_size(shape, placement)
         elements += local * count
         moments += moments_of(optimizer, shape, local) * count
-    return elements, moments, _gathered(cfg, dict(axes))
+    trains_head = any("vocab" in shape[1] for shape in shapes_of(cfg, mtp, adapter))
+    return elements, moments, _gathered(cfg, dict(axes), trains_head)
 
 
 def _frozen(cfg: ModelConfig, held: str, compute: str, axes: tuple[tuple[str, int], ...]) -> int:
@@ -209,17 +217,18 @@ def moments_of(optimizer: str, shape: Shape, local: int) -> int:
     return local if optimizer == "adafactor" else 2 * local
 
 
-def _gathered(cfg: ModelConfig, axes: Axes) -> int:
+def _gathered(cfg: ModelConfig, axes: Axes, trains_head: bool) -> int:
     """Return the elements of gathered weights, in the compute dtype (an f32 element counts as two).
 
     A layer's weights are gathered over fsdp and context while they are used, the next layer's are gathered at the same
-    time, and a layer's gradient is complete before it is scattered. The head is gathered, with its gradient in f32.
+    time, and a layer's gradient is complete before it is scattered. The head is gathered too. Its gradient, in f32, is
+    summed over the chunks of the loss.
     """
     whole = placement_of({**axes, "fsdp": 1, "context": 1})
     embedding = local_size(((cfg.vocab, cfg.dim), ("vocab", "embed")), whole)
     split = axes.get("fsdp", 1) * axes.get("context", 1) > 1
     largest = max(sum(local_size(shape, whole) for shape in kind) for kind in _layer_kinds(cfg))
-    return 3 * largest * split + 3 * embedding
+    return (3 * largest + embedding) * split + 2 * embedding * trains_head
 
 
 def placement_of(axes: Axes) -> Placement:
@@ -265,27 +274,29 @@ def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def activations_of(
-    cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, on_tpu: bool = False
+    cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, on_tpu: bool = False, documents: int = 0
 ) -> tuple[int, int]:
     """Return the elements per token (saved from forward to backward over all layers, one layer's working set)."""
     layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
-    saved = sum(_saved(cfg.dim, layer, tensor, expert, remat, on_tpu) * n for layer, n in layers.items())
-    return 2 * cfg.dim + saved, max(_working(cfg.dim, layer, tensor, expert, remat, on_tpu) for layer in layers)
+    how = (tensor, expert, remat, on_tpu, documents)
+    saved = sum(_saved(cfg.dim, layer, *how) * n for layer, n in layers.items())
+    return 2 * cfg.dim + saved, max(_working(cfg.dim, layer, *how) for layer in layers)
 
 
-def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool = False) -> int:
+def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool = False, documents: int = 0) -> int:
     """Return the elements per token that one layer saves under a remat policy."""
     turned, products, out = layer.attn.activations(tensor)
     kept = _padded(out, layer.attn.heads // tensor or 1, LANES if on_tpu else 1)
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
     gated = layer.mlp is None or layer.mlp.gated
-    sums = 2 * (1 if on_tpu or not gated else DOCUMENTS) * layer.attn.heads // tensor  # of softmax, f32
+    sums = 2 * (1 if on_tpu or not gated else documents or DOCUMENTS) * layer.attn.heads // tensor  # of softmax, f32
     if remat == "full":
         return D
     if remat == "attention":
         return D + kept + sums
-    if remat == "dots":  # the outputs of products; with a post-norm also that of the last one
-        return (2 + layer.post_norm) * D + products + kept + sums + (1 + gated) * hidden + ends
+    if remat == "dots":  # the outputs of products; with a post-norm also that of the last one, or of its experts' sum
+        # autodiff keeps no rows of the experts' last product, but libtpu's steps hold as much (docs/tpu.md)
+        return (2 + layer.post_norm) * D + products + kept + sums + (1 + gated) * hidden + ends * on_tpu
     # The inputs of products and kernels. The gradient of a rotation needs nothing, that of a QK norm its input.
     norms = 2 * (layer.pre_norm + layer.post_norm)
     plain = isinstance(layer.attn, Attention) and not layer.attn.qk_norm
@@ -315,10 +326,10 @@ def _padded(out: int, heads: int, lanes: int) -> int:
     return heads * math.ceil(out / heads / lanes) * lanes
 
 
-def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool) -> int:
+def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool, documents: int) -> int:
     """Return the elements per token of one layer's backward pass: its largest gradients and its recomputed values."""
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
-    saved = functools.partial(_saved, D, layer, tensor, expert, on_tpu=on_tpu)
+    saved = functools.partial(_saved, D, layer, tensor, expert, on_tpu=on_tpu, documents=documents)
     again = max(0, saved(remat="none") - saved(remat=remat))
     return again + 3 * D + 3 * hidden + ends
 

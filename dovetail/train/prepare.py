@@ -25,6 +25,7 @@ from dovetail.core.types import Batch, Params, num_rows
 from dovetail.models.config import ModelConfig, scored
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.derive import Derived, derive
+from dovetail.plan.train_memory import TrainMemory, memory
 from dovetail.train.external import model_config
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.optim import Rate, learning_rate, make_optimizer
@@ -134,6 +135,15 @@ class Ready:
         if self.platform != "cuda":
             return None
         return next((n for n in DOCUMENTS if n >= documents), self.settings.length)
+
+    def memory(self, documents: int) -> TrainMemory:
+        """Return the planned memory of the step for rows of this many documents; `derived.memory` is for any rows."""
+        bound, settings = self.bucket(documents), self.settings
+        if bound is None or self.derived.is_state_only:
+            return self.derived.memory
+        sums = 1 if bound == 1 else bound + 1  # for one document cuDNN needs no bounds (ops.kernels.gpu.packed)
+        assert settings.remat and settings.per_device
+        return memory(self.cfg, settings, self.derived.axes, settings.remat, settings.per_device, documents=sums)
 
     def evaluate(self) -> Evaluate:
         """Return the compiled function (params, batch, the state's reference) -> (sums, their divisor)."""

@@ -12,6 +12,7 @@ from jax import lax
 
 from dovetail.ops import dispatch_products
 from dovetail.ops.kernels.gpu import grouped_hopper as kernel
+from dovetail.ops.linear import grouped_each
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +48,20 @@ def test_product_and_gradients_equal_ragged_dot(monkeypatch, kind):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.3)
 
 
+@pytest.mark.thorough
+@pytest.mark.skipif(not INTERPRETS, reason="jax < 0.11.2 has no interpreter")
+@pytest.mark.parametrize("kind", SIZES)
+def test_one_gradient_to_the_rows_is_the_sum_of_two(monkeypatch, kind):
+    interpret = kernel.plgpu.InterpretGPUParams()
+    monkeypatch.setattr(kernel.plgpu, "kernel", functools.partial(kernel.plgpu.kernel, interpret=interpret))
+    monkeypatch.setattr(kernel, "PROGRAMS", 2)
+    dys, ws = (normal(0, M, N), normal(1, M, N)), (normal(2, E, N, K), normal(3, E, N, K))
+    sizes = jnp.asarray(SIZES[kind], jnp.int32)
+    got = kernel.rows_products(dys, ws, sizes, transposed=False)
+    want = sum(ragged(dy, w.mT, sizes).astype(jnp.float32) for dy, w in zip(dys, ws, strict=True))
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.5)
+
+
 @pytest.mark.parametrize("kind", [*SIZES, "no rows at all"])
 def test_tiles_cover_the_rows_of_each_group_once(kind):
     sizes = SIZES.get(kind, [0, 0, 0])
@@ -66,6 +81,22 @@ def test_lowers_for_a_gpu(dims):
     run = jax.grad(lambda x, w, sizes: jnp.sum(kernel.grouped_matmul(x, w, sizes) ** 2), (0, 1))
     traced = jax.jit(run).trace(x, w, jax.ShapeDtypeStruct((4,), jnp.int32))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 3
+
+
+@pytest.mark.parametrize(("tried", "kernels"), [("0", 6), ("1", 5)], ids=["measured", "unmeasured"])
+def test_two_weights_have_one_gradient_to_the_rows_where_that_is_tried(monkeypatch, tried, kernels):
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", tried)
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: True)
+    x, w = jax.ShapeDtypeStruct((512, 192), jnp.bfloat16), jax.ShapeDtypeStruct((4, 320, 192), jnp.bfloat16)
+
+    def loss(x, ws, sizes):
+        return sum(jnp.sum(y**2) for y in grouped_each(x, ws, sizes, "cuda"))
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, (w, w), jax.ShapeDtypeStruct((4,), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert sum("custom_call @mosaic_gpu" in line for line in text.splitlines()) <= kernels
+    calls = sum(line.count("call @rows_products") + line.count("call @weights_product") for line in text.splitlines())
+    assert calls == kernels
 
 
 @pytest.mark.parametrize(

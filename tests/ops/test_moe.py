@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dovetail.ops.glu import Glu
-from dovetail.ops.moe import Router, _positions, experts, experts_reference, route, top_k, top_k_by_rank
+from dovetail.ops.moe import Router, _positions, experts, experts_reference, route
+from dovetail.ops.router import _halves, router_logits, top_k, top_k_by_rank
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +89,34 @@ def test_the_gradient_of_the_weights(kind):
     direction = jnp.asarray(np.random.default_rng(3).normal(size=logits.shape), jnp.float32)
     slope = (loss(logits + 1e-3 * direction) - loss(logits - 1e-3 * direction)) / 2e-3
     np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(logits), direction), slope, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_the_gradient_of_the_weights_scatters_nothing(kind):
+    loss = lambda logits, bias: jnp.sum(route(ROUTERS[kind], logits, bias)[0] ** 2)  # noqa: E731
+    for bias in (None, jnp.zeros(E)):
+        assert "scatter-add" not in str(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((4, E)), bias))
+
+
+def test_the_routers_product_has_gradients_of_f32():
+    """Factors are bf16; the logits' gradient has 16 bits of fraction, and no f32 copy of the activations is saved."""
+    x, router = (jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i, shape in enumerate(
+        [(2, 40, 64), (E, 64)]))  # fmt: skip
+    g = jax.random.normal(jax.random.key(2), (2, 40, E))
+    logits, back = jax.vjp(router_logits, x, router)
+    wanted = jnp.einsum("btd,ed->bte", x.astype(jnp.float32), router.astype(jnp.float32))
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    dx, drouter = (np.asarray(a, np.float64) for a in back(g))
+    x, router, g = (np.asarray(a, np.float64) for a in (x, router, g))
+    np.testing.assert_allclose(dx, g @ router, rtol=2**-8, atol=1e-3)
+    np.testing.assert_allclose(drouter, np.einsum("bte,btd->ed", g, x), rtol=2**-8, atol=1e-3)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(back))
+
+
+def test_the_two_halves_of_a_gradient_are_its_value():
+    g = jax.random.normal(jax.random.key(0), (1000, E)) * jnp.exp(10 * jax.random.normal(jax.random.key(1), (1000, E)))
+    sums = jax.jit(lambda g: _halves(g).astype(jnp.float32).sum(axis=-2))(g)
+    np.testing.assert_allclose(sums, g, rtol=2**-16)
 
 
 def some_experts(biases: bool):

@@ -206,7 +206,7 @@ def test_reasons_against_the_other_plans():
     assert len(said) == len(set(said)) > 2
     assert any("over DCN" in line for line in said)
     (misfit, *_) = misfits(found[0])
-    assert misfit.what == "weights whole on each device" and "does not fit: 141 GiB" in misfit.why
+    assert misfit.what == "weights whole on each device" and "does not fit: 140 GiB" in misfit.why
 
 
 def test_communication_is_named_with_its_link():

@@ -113,3 +113,10 @@ def test_one_whole_step_lowers():
     ready = nowhere("llama3-1b", "tpu")
     assert len(ready.cfg.layers) == 16
     assert "tpu_custom_call" in ready.lower().as_text()
+
+
+def test_the_step_for_one_document_keeps_fewer_sums_of_softmax():
+    on_gpu, on_tpu = nowhere("llama3-1b", "cuda"), nowhere("llama3-1b", "tpu")
+    one, few, many = (on_gpu.memory(documents).total for documents in (1, 15, 16))
+    assert one < few < many and few == on_gpu.derived.memory.total
+    assert on_tpu.memory(1) == on_tpu.derived.memory

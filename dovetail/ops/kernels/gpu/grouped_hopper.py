@@ -100,14 +100,49 @@ _matmul = jax.custom_vjp(_matmul_only, nondiff_argnums=(3, 4, 5))
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
+@jax.custom_vjp
+def grouped_matmuls(x: jax.Array, ws: tuple[jax.Array, ...], sizes: jax.Array) -> tuple[jax.Array, ...]:
+    """Return `grouped_matmul` of x with each of the weights [E, N, K].
+
+    Their gradients to x are summed in one kernel.
+    """
+    return tuple(rows_product(x, w, sizes, transposed=True) for w in ws)
+
+
+def _matmuls_forward(x, ws, sizes):
+    return grouped_matmuls(x, ws, sizes), (x, ws, sizes)
+
+
+def _matmuls_backward(saved, dys):
+    x, ws, sizes = saved
+    dx = rows_products(dys, ws, sizes, transposed=False)
+    return dx, tuple(weights_product(dy, x, sizes, dtype=w.dtype) for dy, w in zip(dys, ws, strict=True)), None
+
+
+grouped_matmuls.defvjp(_matmuls_forward, _matmuls_backward)
+
+
 # ------------------------------------------------------------------------------------------------ rows by weights
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "tiles"))  # equal calls are traced and lowered once
 def rows_product(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, tiles: OutputTiles | None = None
 ) -> jax.Array:
     """Multiply x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
+    return rows_products((x,), (w,), sizes, transposed=transposed, tiles=tiles)
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "tiles"))  # equal calls are traced and lowered once
+def rows_products(
+    all_x: tuple[jax.Array, ...],
+    all_w: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+    tiles: OutputTiles | None = None,
+) -> jax.Array:
+    """Return the sum of the `rows_product` of each x with its w, all of one shape: a product of a longer inner dim."""
+    x, w = all_x[0], all_w[0]
     M, N = len(x), w.shape[1 if transposed else 2]
     t = tiles or default_tiles(N)
     block = (t.cols, INNER) if transposed else (INNER, t.cols)
@@ -120,7 +155,7 @@ def rows_product(
         jax.ShapeDtypeStruct((M, N), x.dtype),
         shared,
         t.stages,
-    )(*_tiles_of(sizes, M), x, w)
+    )(*_tiles_of(sizes, M), *all_x, *all_w)
 
 
 def _tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
@@ -154,31 +189,35 @@ def sizes_of_tiles(num_rows: int, num_groups: int) -> TileSizes:
     return TileSizes(pl.cdiv(num_rows + (num_groups + 1) * (ROWS + ALIGNED), ROWS), ROWS, ALIGNED)
 
 
-def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, x_ref, w_ref, out_ref, shared, loaded, released,
-               *, transposed: bool, num_cols: int, t: OutputTiles):  # fmt: skip
-    xs, ws, outs = shared
+def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any,
+               transposed: bool, num_cols: int, t: OutputTiles):  # fmt: skip
+    *operands, out_ref, (xs, ws, outs), loaded, released = refs
+    pairs = list(zip(operands[: len(operands) // 2], operands[len(operands) // 2 :], strict=True))
     warpgroup = lax.axis_index("warpgroup")
-    whole = x_ref.shape[1] // INNER
+    num_groups, whole = pairs[0][1].shape[0], pairs[0][0].shape[1] // INNER
 
     def block(program: jax.Array) -> tuple:
         tile, col = _swizzled(program, count_ref[0], num_cols, t.swizzle)
         group = group_ref[tile]
         # nothing is read for rows in no group, which stay 0
-        return tile, group, col * t.cols, jnp.where(group < w_ref.shape[0], whole, 0)
+        return tile, group, col * t.cols, jnp.where(group < num_groups, whole, 0)
 
     def load(program: jax.Array, at: jax.Array) -> jax.Array:
         tile, group, col, steps = block(program)
         rows, cols = pl.ds(pl.multiple_of(first_ref[tile], ALIGNED), ROWS), pl.ds(col, t.cols)
 
-        def sources(step: jax.Array) -> list:
+        def sources(step: jax.Array, x_ref: Any, w_ref: Any) -> list:
             inner = pl.ds(step * INNER, INNER)
             weights = w_ref.at[group, cols, inner] if transposed else w_ref.at[group, inner, cols]
             return [(x_ref.at[rows, inner], xs), (weights, ws)]
 
-        return _load(sources, steps, at, loaded, released)
+        for x_ref, w_ref in pairs:
+            at = _load(functools.partial(sources, x_ref=x_ref, w_ref=w_ref), steps, at, loaded, released)
+        return at
 
     def compute(program: jax.Array, at: jax.Array) -> jax.Array:
         tile, _, col, steps = block(program)
+        steps *= len(pairs)
         first = first_ref[tile] + warpgroup * HALF
         start = jnp.clip(start_ref[tile] - first, 0, HALF)
         count = jnp.clip(end_ref[tile] - first, 0, HALF) - start
