@@ -8,8 +8,7 @@ that wastes less of its tiles of 32 x 128: rows of 2,880 inputs (GPT-OSS) lie ac
 orders. A group's scale has to reach all of its inputs: along sublanes that is a broadcast, along lanes a small product
 with zeros and ones, in two bf16 parts.
 
-M rows of activations sorted by expert, E experts (1: a matrix), K inputs, N outputs, P planes, G groups, C inputs of a
-chunk.
+M rows of activations sorted by expert, E experts (1: a matrix), K inputs, N outputs, G groups of a row, V visits.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ROW_BYTES = 8 * MIB  # of VMEM, for a tile of activations
 BYTES = 32  # rows of a tile of bytes
 PACKED_ROWS = 16  # of a tile of bf16
 SIGNS = -0x7F7F7F80  # 0x80 in every byte of 32 bits
-E2M1 = 2.0**14  # what `_values` of mxfp4 lacks
+E2M1 = 14  # the exponent that `_values` of mxfp4 lacks
 USUAL_VMEM = 16 * MIB  # that XLA lets a kernel have
 
 
@@ -177,7 +176,7 @@ def visits_of(sizes: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, ..
     """Return which tiles of rows are multiplied by which expert, in their order.
 
     A tile is visited by every expert that has rows in it. There are as many visits as there can be; those past the last
-    repeat it, with no rows.
+    have no rows, and go on to the tiles that follow, so that no tile is left and visited again.
 
     Returns:
         The expert, the tile, and the expert's first row and end, each [V].
@@ -186,14 +185,13 @@ def visits_of(sizes: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, ..
     starts = ends - sizes.astype(jnp.int32)
     tiles = jnp.where(ends > starts, (ends + rows - 1) // rows - starts // rows, 0)
     last = jnp.cumsum(tiles)
-    visit = jnp.arange(pl.cdiv(num_rows, rows) + len(sizes) - 1, dtype=jnp.int32)
-    is_real = visit < last[-1]
-    visit = jnp.clip(visit, 0, jnp.maximum(last[-1] - 1, 0))
+    every = jnp.arange(pl.cdiv(num_rows, rows) + len(sizes) - 1, dtype=jnp.int32)
+    visit = jnp.clip(every, 0, jnp.maximum(last[-1] - 1, 0))
     expert = jnp.searchsorted(last, visit, side="right", method="compare_all").astype(jnp.int32)
     expert = jnp.minimum(expert, len(sizes) - 1)
-    tile = starts[expert] // rows + visit - (last - tiles)[expert]
+    tile = starts[expert] // rows + every - (last - tiles)[expert]
     tile = jnp.clip(tile, 0, pl.cdiv(num_rows, rows) - 1)
-    return expert, tile, starts[expert], jnp.where(is_real, ends[expert], 0)
+    return expert, tile, starts[expert], jnp.where(every < last[-1], ends[expert], 0)
 
 
 def _call(p: Plan, num_rows: int, codes, groups, out: int, visits: int, dtype, interpret):
@@ -297,7 +295,7 @@ def _values(name: str, codes: jax.Array) -> list[jax.Array]:
     if name in ("int8", "fp8"):
         return [codes.astype(jnp.float32)]
     words = pltpu.bitcast(codes, jnp.int32)  # of four bytes, for operations on all of them
-    if name == "mxfp4":  # e5m2 has places for the bits of e2m1, and then is 2^-14 of it (E2M1), also below 1
+    if name == "mxfp4":  # e5m2 has places for the bits of e2m1, and then is 2^-E2M1 of it, also below 1
         halves = [(each & SIGNS) | ((each >> 3) & 0x0E0E0E0E) for each in (words << 4, words)]
         return [_bytes(each, jnp.float8_e5m2) for each in halves]
     halves = [words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F]
@@ -317,8 +315,8 @@ def _spread(p: Plan, i: jax.Array, values: jax.Array) -> jax.Array:
     `values` are [groups, outputs]; with inputs along lanes they are multiplied by zeros and ones, rounded to 16 bits.
     """
     if p.form.name == "mxfp4":
-        exponent = values.astype(jnp.int32)
-        values = lax.bitcast_convert_type(jnp.where(exponent == 0, 1 << 22, exponent << 23), jnp.float32) * E2M1
+        exponent = jnp.minimum(values.astype(jnp.int32), 254 - E2M1)  # greater ones are in no weight
+        values = lax.bitcast_convert_type((exponent + E2M1) << 23, jnp.float32)  # never subnormal, which would be 0
     if p.size % CHUNK:  # what follows the last group may be inf or NaN
         place = i * p.groups + lax.broadcasted_iota(jnp.int32, values.shape, 0)
         values = jnp.where(place < p.size // p.form.group, values, 0)
