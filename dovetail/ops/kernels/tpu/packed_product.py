@@ -87,7 +87,7 @@ def _grouped_backward(_interpret: Any, saved: tuple, g: jax.Array):
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-class Plan(NamedTuple):
+class Blocking(NamedTuple):
     """Hold the static values of a call."""
 
     form: Format
@@ -114,12 +114,12 @@ class Plan(NamedTuple):
         return CHUNK // self.form.group
 
 
-def _plan(form: Format, rows: int, experts: int, out: int, size: int) -> Plan:
+def _plan(form: Format, rows: int, experts: int, out: int, size: int) -> Blocking:
     chunks, length = pl.cdiv(size, CHUNK), size // CODES[form.name][1]
     share = min(max(pl.next_power_of_2(pl.cdiv(rows, experts)), ROWS[0]), ROWS[1])
     fits = ROW_BYTES // (chunks * CHUNK * 2)
     tile = min(whole(rows, PACKED_ROWS), share, max(PACKED_ROWS, fits // PACKED_ROWS * PACKED_ROWS))
-    return Plan(form, size, tile, min(COLS, whole(out)), chunks, lies_across(out, length), experts == 1)
+    return Blocking(form, size, tile, min(COLS, whole(out)), chunks, lies_across(out, length), experts == 1)
 
 
 def lies_across(out: int, length: int) -> bool:
@@ -139,7 +139,7 @@ def _product(x: jax.Array, arrays: dict[str, jax.Array], sizes: jax.Array, form:
     return run(*visits, *planes, codes, *groups)[:M]
 
 
-def _split(p: Plan, x: jax.Array, interpret: Any) -> list[jax.Array]:
+def _split(p: Blocking, x: jax.Array, interpret: Any) -> list[jax.Array]:
     """Return every second column of x [M, K], from the first and from the second on.
 
     It is a product with zeros and ones: XLA's strided slice takes ten times the instructions.
@@ -167,7 +167,7 @@ def _split(p: Plan, x: jax.Array, interpret: Any) -> list[jax.Array]:
     )(x)
 
 
-def _groups(values: jax.Array, p: Plan) -> jax.Array:
+def _groups(values: jax.Array, p: Blocking) -> jax.Array:
     """Return the scales or zero points [E, N, G] as [E, G, N]."""
     return (values if p.form.name == "mxfp4" else values.astype(jnp.float32)).swapaxes(1, 2)
 
@@ -194,7 +194,7 @@ def visits_of(sizes: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, ..
     return expert, tile, starts[expert], jnp.where(every < last[-1], ends[expert], 0)
 
 
-def _call(p: Plan, num_rows: int, codes, groups, out: int, visits: int, dtype, interpret):
+def _call(p: Blocking, num_rows: int, codes, groups, out: int, visits: int, dtype, interpret):
     length, num_groups, blocks = p.chunks * p.bytes, p.chunks * p.groups, pl.cdiv(out, p.cols)
 
     def spec(shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
@@ -229,14 +229,14 @@ def _call(p: Plan, num_rows: int, codes, groups, out: int, visits: int, dtype, i
     )
 
 
-def _vmem(p: Plan, groups: int) -> int:
+def _vmem(p: Blocking, groups: int) -> int:
     """Return the VMEM of a call: two tiles of every array, and some chunks of unpacked numbers."""
     length, cols = p.chunks * p.bytes, p.cols
     tiles = 2 * p.rows * length * p.planes + cols * (length + 4 * p.chunks * p.groups * groups)
     return 2 * tiles + (4 * p.rows + 6 * CHUNK) * cols * 4
 
 
-def _cost(p: Plan, num_rows: int, weight: tuple, out: int, visits: int, dtype: Any) -> pl.CostEstimate:
+def _cost(p: Blocking, num_rows: int, weight: tuple, out: int, visits: int, dtype: Any) -> pl.CostEstimate:
     """Return what a call reads and computes, if every expert has rows."""
     experts = len(weight[0])
     weights, rows = sum(a.nbytes for a in weight) // experts, num_rows * p.chunks * CHUNK * 2
@@ -251,7 +251,7 @@ def _cost(p: Plan, num_rows: int, weight: tuple, out: int, visits: int, dtype: A
 # --- in the kernel ----------------------------------------------------------------------------------------------------
 
 
-def _kernel(p: Plan, _expert, tile, start, end, *refs):
+def _kernel(p: Blocking, _expert, tile, start, end, *refs):
     """Multiply one tile of rows by one expert's tile of outputs, and store the rows that are the expert's."""
     x, (codes, *groups, out, acc) = refs[: p.planes], refs[p.planes :]
     visit = pl.program_id(0 if p.rows_first else 1)
@@ -275,7 +275,7 @@ def _kernel(p: Plan, _expert, tile, start, end, *refs):
         out[...] = jnp.where(own, acc[...], out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def _unpacked(p: Plan, i: jax.Array, codes: Any, groups: list[Any]) -> list[jax.Array]:
+def _unpacked(p: Blocking, i: jax.Array, codes: Any, groups: list[Any]) -> list[jax.Array]:
     """Return the numbers of chunk i in bf16, one array per plane, in the order of the codes."""
     part = pl.ds(pl.multiple_of(i * p.bytes, p.bytes), p.bytes)
     own = codes[part, :] if p.across else codes[:, part]
@@ -309,7 +309,7 @@ def _bytes(words: jax.Array, dtype: Any) -> jax.Array:
     return pltpu.bitcast(words, dtype).astype(jnp.float32)
 
 
-def _spread(p: Plan, i: jax.Array, values: jax.Array) -> jax.Array:
+def _spread(p: Blocking, i: jax.Array, values: jax.Array) -> jax.Array:
     """Return the value of its group for each byte of chunk i in f32, in the order of the codes.
 
     `values` are [groups, outputs]; with inputs along lanes they are multiplied by zeros and ones, rounded to 16 bits.
