@@ -116,6 +116,8 @@ def _quantized_products(platform: str, x: Any) -> str:
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     if dispatch_products.why_not_packed_gpu(Format("int8"), half, platform, None, half.shape[-1]) is None:
         return "mosaic for few tokens; xla for w8a8, and for fp8 from 9 tokens on; reference for others"
+    if dispatch_products.why_not_packed_tpu(Format("int4", 128), half, platform, None) is None:
+        return "pallas for formats in groups of 32 to 128; xla for others"
     return f"xla for {'w8a8 and fp8' if fp8 else 'w8a8'}; reference for others"
 
 

@@ -180,6 +180,11 @@ def quantized_kernel(
 
         log_once("packed weights", "mosaic")
         return packed_matmul
+    if out and why_not_packed_tpu(form, x, platform, placement) is None:
+        from dovetail.ops.kernels.tpu.packed_product import packed_matmul as kernel
+
+        log_once("packed weights", "pallas")
+        return kernel
     if rounds:
         from dovetail.ops.quant.rounded import fp8_matmul
 
@@ -227,6 +232,17 @@ def why_not_packed_gpu(form: Format, x: Any, platform: str | None, placement: Pl
     return why_not_matrix(form, x, (out, x.shape[-1]))
 
 
+def why_not_packed_tpu(form: Format, x: Any, platform: str | None, placement: Placement | None) -> str | None:
+    """Return why Pallas' kernel does not multiply x [T, in] by packed weights, or None."""
+    if (platform or jax.default_backend()) != "tpu":
+        return "only on TPUs"
+    if placement is not None and placement.mesh.size > 1:  # XLA cannot split a kernel over devices
+        return "several devices"
+    from dovetail.ops.kernels.tpu.packed_product import why_not_packed
+
+    return why_not_packed(form, x)
+
+
 def reads_blocks(dtype: Any, placement: Placement | None) -> bool:
     """Return whether products in this dtype read the blocks of a .gguf file as they are."""
     x = jax.ShapeDtypeStruct((1, 256), dtype)
@@ -241,6 +257,11 @@ def quantized_grouped_kernel(
     A kernel is called with the rows [M, in], the experts (ops.quant.weight.Quantized) and the sizes of the groups; on a
     mesh with the arrays of one device.
     """
+    if why_not_packed_tpu(form, rows, platform, None) is None:
+        from dovetail.ops.kernels.tpu.packed_product import packed_grouped_matmul as kernel
+
+        log_once("packed experts", "pallas")
+        return kernel
     if why_not_packed(form, rows, platform, placement):
         return None
     from dovetail.ops.kernels.cpu.packed_rows import packed_grouped_matmul

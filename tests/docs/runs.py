@@ -36,6 +36,8 @@ ELSEWHERE = {
     "dovetail draft": "minutes: tests/tune/test_draft.py",
     "dovetail quantize": "minutes: tests/tune/test_quantize.py",
     'dovetail serve smollm2-135m --speculative-config {"model": "drafter"}': "the drafter of the command before it",
+    "dovetail serve MODEL --speculative-config": "weights of the reader's: tests/engine/test_draft_models.py",
+    "dovetail bench serve --concurrency 4 --random-mm": "a server that sees images: tests/cli/test_bench_serve.py",
     "dovetail pretrain llama3-1b": "for TPUs: its recipe is read, laid out and lowered in tests/train",
     "dovetail pretrain llama3-8b": "for TPUs: its recipe is read, laid out and lowered in tests/train",
     "dovetail pretrain smollm2-135m": "for TPUs: its recipe is read, laid out and lowered in tests/train",
