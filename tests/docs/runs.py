@@ -38,6 +38,7 @@ ELSEWHERE = {
     'dovetail serve smollm2-135m --speculative-config {"model": "drafter"}': "the drafter of the command before it",
     "dovetail serve MODEL --speculative-config": "weights of the reader's: tests/engine/test_draft_models.py",
     "dovetail bench serve --concurrency 4 --random-mm": "a server that sees images: tests/cli/test_bench_serve.py",
+    "dovetail serve runs/NAME/export/": "the export of a run with a drafter: tests/tune/test_draft.py",
     "dovetail pretrain llama3-1b": "for TPUs: its recipe is read, laid out and lowered in tests/train",
     "dovetail pretrain llama3-8b": "for TPUs: its recipe is read, laid out and lowered in tests/train",
     "dovetail pretrain smollm2-135m": "for TPUs: its recipe is read, laid out and lowered in tests/train",
