@@ -39,7 +39,7 @@ CASES = [
 CORNERS = [("int4", ALONG[0], 1), ("uint4", ACROSS[0], 21), ("mxfp4", ALONG[1], 21), ("mxfp4", ACROSS[1], 1)]
 CORNERS += [("fp8", ALONG[1], 21), ("fp8 in groups of 64", ACROSS[1], 1), ("int8", ALONG[2], 21)]
 # experts' sizes of 40 rows, the last ones in no group
-SIZES = {"few": [3, 0, 20, 9], "all in one": [0, 0, 40, 0], "nobody": [0, 0, 0, 0], "at tiles": [16, 16, 0, 8]}
+SIZES = {"few": [3, 0, 20, 9], "all in one": [0, 0, 40, 0], "no rows": [0, 0, 0, 0], "at tiles": [16, 16, 0, 8]}
 SIZES |= {"one": [40], "part of one": [20]}
 
 

@@ -208,7 +208,7 @@ def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
 
 @pytest.mark.parametrize("remat", ["dots", "attention", "full"])
 def test_saved_activations_of_experts_equal_autodiffs_residuals(cudnn, remat):
-    """Nothing needs what the down projection returned: rows are weighted before it."""
+    """The output of the down projection is not saved: rows are weighted before it."""
     cfg = parse_config(SMALL_MOE, "test")
     found = (kept(MOE, 4, remat, False) - kept(MOE, 2, remat, False)) / 2
     assert found == plan._saved(cfg.dim, cfg.layers[0], 1, 1, remat)

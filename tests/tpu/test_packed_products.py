@@ -49,7 +49,7 @@ def test_a_matrix_is_not_unpacked_in_memory(libtpu, scheme, topology):
 
 @pytest.mark.tpu
 def test_experts_are_not_unpacked_in_memory(libtpu):
-    """Of GPT-OSS, whose rows of bytes lie across the lanes of a tile."""
+    """Compile the shape of GPT-OSS, whose rows of bytes lie across the lanes of a tile."""
     weight, x = a_weight("mxfp4", (32, 5760, 2880)), jax.ShapeDtypeStruct((256, 2880), BF16)
     sizes = jax.ShapeDtypeStruct((32,), jnp.int32)
     temporary, accessed = compiled("v6e:2x2", lambda *args: grouped(*args, platform="tpu"), x, weight, sizes)
