@@ -66,7 +66,7 @@ def sorts(T: int, k: int, E: int) -> tuple[Callable, Callable, jax.ShapeDtypeStr
         return place, pair, sizes, *tiles
 
     def reference(chosen: jax.Array) -> tuple:
-        place, pair, sizes = moe._sorted(chosen.reshape(-1), E)
+        place, pair, sizes = moe.sort_by_group(chosen.reshape(-1), E)
         return place, pair, sizes, *grouped_hopper.tiles_of(sizes, T * k)
 
     return run, jax.jit(reference), jax.ShapeDtypeStruct((T, k), jnp.int32)

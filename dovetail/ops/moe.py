@@ -183,7 +183,7 @@ def _grouped(
         local = group - first_expert
         group = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
     sort = sort_kernel(group, num_experts, platform) if first_expert is None else None
-    back, order, sizes = (sort or _sorted)(group, num_experts)
+    back, order, sizes = (sort or sort_by_group)(group, num_experts)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
     share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
 
@@ -205,7 +205,7 @@ def _grouped(
     return _collect(out, order, back, k)
 
 
-def _sorted(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the place of each element, if sorted by group, the element at each place, and the sizes of the groups."""
     # as arrays: XLA would compute a position for each element of the rows that are gathered by it
     back, sizes = lax.optimization_barrier(_positions(group, num_groups))

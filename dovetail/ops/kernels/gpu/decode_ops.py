@@ -22,7 +22,7 @@ class Warps(Threads):
     """Write the operations of a thread of four warps."""
 
     def words(self, ref: Any, row: Number, width: int, offset: Number, count: int) -> list[Number]:
-        """Return words from byte `offset` of a row of `width` bytes on, of memory that nothing writes meanwhile."""
+        """Load `count` words from byte `offset` of a row of `width` bytes; the kernel must not write this memory."""
         pointer = byte_address(ref, wide(row.value), width, offset.value)
         return [Number(x) for x in load_words(pointer, count)]
 

@@ -98,7 +98,7 @@ def product(
 
 
 def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
-    """Compute some blocks of rows for one tile; `reads` is None if there is one tile, of all T tokens."""
+    """Compute some blocks of rows for one tile; if `reads` is None, one tile holds all T tokens."""
 
     def body(partial: Any, done: Any) -> None:
         expert, source, target, count = tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)

@@ -1,4 +1,4 @@
-"""Products with packed weights for Hopper (Pallas, Mosaic GPU), with many tokens: copies run ahead of what computes.
+"""Products of many tokens with packed weights for Hopper (Pallas, Mosaic GPU): copies run ahead of the products.
 
 The arithmetic is that of packed_product: codes become bf16 numbers in registers, which are the left operand of a
 warpgroup's products with the tokens. What is around it differs:
@@ -8,8 +8,9 @@ warpgroup's products with the tokens. What is around it differs:
 - These share the tokens in shared memory, of which packed_product copies as many bytes for each 64 rows as of codes.
 - Products run while the next codes are unpacked; sums stay in the accumulators where no scales multiply them.
 
-Each step of the input has a slot of shared memory. `loaded` tells that its copies have come, and `released` that all
-workers, the warpgroups that compute, have read it. Scales and biases have a place of their own, with barriers alike.
+Each step of the input has a slot of shared memory. Its barrier `loaded` completes when its copies have arrived, and
+`released` when all workers, the warpgroups that compute, have read it. Scales and biases have memory and barriers of
+their own.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _cost(p: PipelinePlan) -> tuple[int, ...]:
 def _with_stages(part: packed_product.Plan, workers: int) -> packed_product.Plan:
     """Return the plan with as many stages as there is shared memory for."""
     step = workers * part.names * ROWS * part.inner // CODES[part.form.name][1] + part.N * part.inner * 2
-    vectors = part.names * (ROWS * packed_product._scale_bytes(part.form, part.size) + 512)
+    vectors = part.names * (ROWS * packed_product.scale_bytes(part.form, part.size) + 512)
     fitting = (SHARED - workers * (vectors + ROWS * part.N * 2)) // step
     return part._replace(stages=min(fitting, MOST_STAGES, max(2, part.steps)))
 
@@ -127,7 +128,7 @@ def product(
     """Multiply as packed_product.product does, with a plan of this module."""
     out = weights[0]["codes"].shape[1]
     kinds = ("codes", "scale", "zero")[: 3 if p.part.form.name == "uint4" else 2]
-    arrays = {kind: [packed_product._in_blocks(kind, w[kind], p.part) for w in weights] for kind in kinds}
+    arrays = {kind: [packed_product.in_blocks(kind, w[kind], p.part) for w in weights] for kind in kinds}
     leaves, tree = jax.tree.flatten(arrays | ({"bias": biases} if biases else {}))
     x = in_order(x, p.part.form.name)
 
@@ -155,8 +156,8 @@ def _memory(p: PipelinePlan, inputs: dict[str, list], dtype: Any) -> PipelineMem
     swizzle = math.gcd(128, max(PIECE, part.form.group) // per_byte, part.size // per_byte)
     vectors = {kind: _vector(refs[0], p.parts, kind == "bias") for kind, refs in inputs.items() if kind != "codes"}
     return PipelineMemory(
-        packed_product._tiles((part.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
-        packed_product._tokens(part, dtype),
+        packed_product.tiled_memory((part.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
+        packed_product.token_memory(part, dtype),
         vectors,
         shared_tiles((p.workers, 1, part.N, ROWS), dtype),
         plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=part.stages),
@@ -313,7 +314,7 @@ def _sums(p: PipelinePlan, shared: PipelineMemory, own: Any, slot: Any) -> list[
         totals = list(carry[1])
         for n, found in enumerate(pl.run_scoped(multiply, [[acc] * groups] * part.parts)):
             for j, x in enumerate(found):
-                totals[n] += x * packed_product._spread(part, own, "scale", n, i * groups + j, x)
+                totals[n] += x * packed_product.spread(part, own, "scale", n, i * groups + j, x)
         return _next(carry[0], p), tuple(totals)
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, part.N), jnp.float32), PRODUCT)
@@ -337,7 +338,7 @@ def _issue(p: PipelinePlan, shared: PipelineMemory, own: Any, slot: Any, step: A
     codes = load(*order[0])
     for at, (n, k) in enumerate(order):
         view, codes = own._replace(codes={(0, n): codes}), load(*order[at + 1]) if at + 1 < len(order) else codes
-        for j, values in enumerate(packed_product._weights(part, view, 0, n, (step * pieces + k) * groups)):
+        for j, values in enumerate(packed_product.unpacked(part, view, 0, n, (step * pieces + k) * groups)):
             tokens = shared.x.at[slot, :, pl.ds(k * part.inner + j * part.group, part.group)]
             packed_product.add_product(sums[n][(k * groups + j) % len(sums[n])], values, tokens)
         plgpu.wgmma_wait(groups)  # those of the piece before are done

@@ -95,7 +95,7 @@ def why_not_rows(form: Format, shape: tuple[int, ...]) -> str | None:
         return f"no kernel for {form.describe()}"
     if out % ROWS or size % (LEAST_TILE * CODES[form.name][1]) or size % (form.group or 64):
         return f"a weight of {out} x {size}: tiles are whole"
-    fits = ROWS * _scale_bytes(form, size) <= MOST_SCALES and _strip(form, size)
+    fits = ROWS * scale_bytes(form, size) <= MOST_SCALES and _strip(form, size)
     return None if fits else f"too many scales in rows of {size}"
 
 
@@ -119,13 +119,13 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, spl
     splits = pl.cdiv(steps, pl.cdiv(steps, splits))  # none is empty
     found = Plan(form, N, inner, form.group or inner, size, names, blocks, splits, 0)
     step = found.parts * ROWS * inner // per_byte + N * inner * 2
-    rest = blocks * ROWS * N * 4 + found.parts * ROWS * (_scale_bytes(form, size) + 4)
+    rest = blocks * ROWS * N * 4 + found.parts * ROWS * (scale_bytes(form, size) + 4)
     fitting = [(size - rest) // step for size in SHARED]
     stages = next((n for n in fitting if n >= STAGES), fitting[-1])
     return found._replace(stages=max(1, min(stages, STAGES, found.steps)))
 
 
-def _scale_bytes(form: Format, size: int) -> int:
+def scale_bytes(form: Format, size: int) -> int:
     """Return the bytes of scales and zero points of a row."""
     return sum(length * dtype.itemsize for name, (length, dtype) in form.lengths(size).items() if name != "codes")
 
@@ -155,7 +155,7 @@ def product(
     """
     out = weights[0]["codes"].shape[1]
     kinds = ("codes", "scale", "zero")[: 3 if p.form.name == "uint4" else 2]
-    arrays = {kind: [_in_blocks(kind, w[kind], p) for w in weights] for kind in kinds} | {"bias": biases}
+    arrays = {kind: [in_blocks(kind, w[kind], p) for w in weights] for kind in kinds} | {"bias": biases}
     leaves, tree = jax.tree.flatten(arrays)
     I = tiles.table.shape[1]
     x = in_order(x, p.form.name)
@@ -177,7 +177,7 @@ def product(
     )(tiles.table, x, *leaves)
 
 
-def _in_blocks(kind: str, array: jax.Array, p: Plan) -> jax.Array:
+def in_blocks(kind: str, array: jax.Array, p: Plan) -> jax.Array:
     """Return scales [E, out, G] as blocks of 64 rows, as they are copied; a view. Codes stay as they are."""
     if kind == "codes":
         return array
@@ -207,8 +207,8 @@ def _memory(p: Plan, inputs: dict[str, list], dtype: Any, in_parts: bool) -> Mem
     vectors = {kind: [plgpu.SMEM(shape, inputs[kind][0].dtype)] * p.parts for kind, shape in shapes.items()}
     plain, tiled = (p.blocks, ROWS, p.N), (p.blocks, p.N, ROWS)
     return Memory(
-        _tiles((p.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, math.gcd(width, p.size // per_byte)),
-        _tokens(p, dtype),
+        tiled_memory((p.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, math.gcd(width, p.size // per_byte)),
+        token_memory(p, dtype),
         vectors,
         plgpu.SMEM(plain, jnp.float32) if in_parts else shared_tiles(tiled, dtype),
         plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=p.stages),
@@ -216,12 +216,12 @@ def _memory(p: Plan, inputs: dict[str, list], dtype: Any, in_parts: bool) -> Mem
     )
 
 
-def _tokens(p: Plan, dtype: Any) -> Any:
+def token_memory(p: Plan, dtype: Any) -> Any:
     """Return shared memory for the tokens of each stage."""
-    return _tiles((p.stages, p.N, p.inner), dtype, min(p.group, 64) * 2)
+    return tiled_memory((p.stages, p.N, p.inner), dtype, min(p.group, 64) * 2)
 
 
-def _tiles(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
+def tiled_memory(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """Return shared memory in tiles of 8 rows of `swizzle` bytes."""
     transforms = (
         plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
@@ -280,14 +280,14 @@ def _program(
 def finished(p: Plan, sums: list[jax.Array], vectors: dict[str, list]) -> list[jax.Array]:
     """Return the sums [64, N] of all values, with what is applied at the end: scales of rows, SUMS and biases."""
 
-    def spread(vector: Any) -> jax.Array:
+    def of_rows(vector: Any) -> jax.Array:
         return lax.broadcast_in_dim(plgpu.layout_cast(vector[...], PER_ROW).astype(jnp.float32), (ROWS, p.N), [0])
 
     if not p.form.group:
-        sums = [x * spread(scale) for x, scale in zip(sums, vectors["scale"], strict=True)]
+        sums = [x * of_rows(scale) for x, scale in zip(sums, vectors["scale"], strict=True)]
     if p.form.name == "mxfp4":
         sums = [x * SUMS for x in sums]
-    return [x + spread(bias) for x, bias in zip(sums, vectors["bias"], strict=True)] if "bias" in vectors else sums
+    return [x + of_rows(bias) for x, bias in zip(sums, vectors["bias"], strict=True)] if "bias" in vectors else sums
 
 
 def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> list[jax.Array]:
@@ -300,7 +300,7 @@ def _sums(p: Plan, shared: Memory, fetch: Callable, first: Any, steps: Any) -> l
         plgpu.barrier_wait(shared.loaded.at[slot])
         products = functools.partial(_products, p, shared, slot, group)
         if p.scales_sums:
-            scale = functools.partial(_spread, p, shared, "scale")
+            scale = functools.partial(spread, p, shared, "scale")
             sums = products(None, groups)
             sums = [x * scale(n // groups, group + n % groups, x) for n, x in enumerate(sums)]
             totals = [functools.reduce(jnp.add, sums[i * groups :][:groups], x) for i, x in enumerate(found)]
@@ -319,7 +319,7 @@ def _products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, group
 
     def multiply(accs: list) -> list[jax.Array]:
         for part in range(p.parts):
-            for i, own in enumerate(_weights(p, shared, slot, part, group)):
+            for i, own in enumerate(unpacked(p, shared, slot, part, group)):
                 tokens = shared.x.at[slot, :, pl.ds(i * p.group, p.group)]
                 add_product(accs[part * groups + i % groups], own, tokens)
         return [acc[...] for acc in accs]
@@ -328,15 +328,15 @@ def _products(p: Plan, shared: Memory, slot: Any, group: Any, totals: Any, group
     return sums if totals is None else [x + y for x, y in zip(totals, sums, strict=True)]
 
 
-def _weights(p: Plan, shared: Memory, slot: Any, part: int, group: Any) -> Iterator[jax.Array]:
+def unpacked(p: Plan, shared: Memory, slot: Any, part: int, group: Any) -> Iterator[jax.Array]:
     """Yield the numbers of each group of a part's codes [64, group]."""
     values = numbers(plgpu.layout_cast(shared.codes[slot, part], REGISTER), p.form.name)
     for i in range(p.inner // p.group):
         own = values[:, i * p.group : (i + 1) * p.group]
         if p.form.name == "uint4":
-            own = own - _spread(p, shared, "zero", part, group + i, own)
+            own = own - spread(p, shared, "zero", part, group + i, own)
         if p.form.name == "mxfp4":
-            own = own * _spread(p, shared, "scale", part, group + i, own)
+            own = own * spread(p, shared, "scale", part, group + i, own)
         yield own
 
 
@@ -345,7 +345,7 @@ def add_product(acc: Any, weights: jax.Array, tokens: Any) -> None:
     plgpu.wgmma(acc, weights, tokens.transpose((1, 0)))
 
 
-def _spread(p: Plan, shared: Memory, kind: str, part: int, group: Any, like: jax.Array) -> jax.Array:
+def spread(p: Plan, shared: Memory, kind: str, part: int, group: Any, like: jax.Array) -> jax.Array:
     """Return the rows' scales or zero points of a group for all columns, in the shape and dtype of `like`.
 
     Past the last group, which only zeros are multiplied with, they are the last one's.

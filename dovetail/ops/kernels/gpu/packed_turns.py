@@ -76,13 +76,13 @@ def memory(p: FewPlan) -> int:
 
 def tile_of(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
     """Return a tile's expert, first row read, first row written, and tokens."""
-    if reads is None:  # without a load before the others
+    if reads is None:  # known at trace time: the kernel need not load the table first
         return tuple(jnp.int32(n) for n in (0, 0, 0, T))
     return tuple(table_ref[i, tile] for i in (0, reads, 2, 3))
 
 
 def program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
-    """Compute some blocks of rows of one tile; `reads` is None if there is one tile, of all T tokens."""
+    """Compute some blocks of rows of one tile; if `reads` is None, one tile holds all T tokens."""
     blocks, number = p.out // p.rows, lax.axis_index("program")
     if reads is None:
         tile, part, each = None, number, jnp.int32(p.programs)

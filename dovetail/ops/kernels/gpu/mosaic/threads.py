@@ -234,7 +234,7 @@ def launch(
         # the default in jax 0.12, and not in 0.10
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    # jax 0.12 may be told to interpret all kernels, and cannot interpret this one: a caller has a reference beside it
+    # jax 0.12 has a mode that interprets all kernels, and cannot interpret this one; its callers have a reference
     interpreted: Any = getattr(plgpu, "force_gpu_interpret_mode", None)
     with interpreted(None) if interpreted else contextlib.nullcontext():
         return kernel(*given)
