@@ -3,9 +3,8 @@
     python benchmarks/grouped.py [--check] [--time] [--tiles] [--only train]
 
 `--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes, with one weight and with two
-whose gradients to the rows are one kernel (`DOVETAIL_UNMEASURED_KERNELS=1`). `--time` prints the TFLOP/s
-of the kernels for Hopper (Mosaic GPU) and of those for other GPUs (Triton), with their share of the peak. `--tiles`
-times the kernels for Hopper with other tiles.
+whose gradients to the rows are one kernel. `--time` prints the TFLOP/s of the kernels for Hopper (Mosaic GPU) and of
+those for other GPUs (Triton), with their share of the peak. `--tiles` times the kernels for Hopper with other tiles.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -151,13 +150,12 @@ def profiled(run: Callable, given: jax.Array) -> str:
 
 def kinds_of(T: int) -> dict[str, tuple[Callable, Callable, int]]:
     """Return what is compared: functions that make and check it, and how many results a loop depends on."""
-    order = {"sort": (sorts, check_order, 3)} if T > routing.FEW else {"order": (orders, check_order, 3)}
+    order = {"sort": (sorts, check_order, 3)} if T > experts.FEW else {"order": (orders, check_order, 3)}
     return order | {"choice": (choices, check_choice, 2)}
 
 
 def main() -> None:
     """Check, then measure."""
-    os.environ["DOVETAIL_UNMEASURED_KERNELS"] = "1"  # the choice of many tokens
     with ThreadPoolExecutor(8) as pool:
         for T, (k, E) in itertools.product(TOKENS + MANY_TOKENS, EXPERTS):
             for name, (make, check, _) in kinds_of(T).items():

@@ -22,7 +22,6 @@ from dovetail.ops.capabilities import (
     has_triton,
     is_hopper,
     is_one_gpu,
-    tries_unmeasured,
 )
 from dovetail.ops.dispatch import log_once
 from dovetail.ops.kernels.cpu.needs import why_not_packed as why_not_packed_rows
@@ -99,12 +98,9 @@ def grouped_kernel(platform: str | None, rows: Any, w: Any) -> Callable | None:
 
 
 def grouped_each_kernel(platform: str | None, rows: Any, ws: Sequence[Any]) -> Callable | None:
-    """Return the grouped matmul with several weights whose gradient to the rows is one kernel; None for one each.
-
-    It has never run on a card.
-    """
+    """Return the grouped matmul with several weights whose gradient to the rows is one kernel; None for one each."""
     alike = len(ws) > 1 and all(isinstance(w, jax.Array) and w.shape == ws[0].shape for w in ws)
-    if not alike or not tries_unmeasured() or choose_grouped(platform, rows, ws[0]) != "mosaic":
+    if not alike or choose_grouped(platform, rows, ws[0]) != "mosaic":
         return None
     from dovetail.ops.kernels.gpu.grouped_hopper import grouped_matmuls
 
@@ -148,7 +144,7 @@ def router_kernel(
 
 def sort_kernel(group: Any, num_experts: int, platform: str | None) -> Callable[[Any, int], tuple] | None:
     """Return the kernel that sorts pairs of token and expert by `group` [M], the pairs' experts; None for XLA."""
-    if not tries_unmeasured() or not is_one_gpu(platform, None) or not is_hopper():
+    if not is_one_gpu(platform, None) or not is_hopper():
         return None
     from dovetail.ops.kernels.gpu.mosaic.sorting import sort_pairs, why_not_sort
 

@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.grouped import _swizzled
 from dovetail.ops.kernels.gpu.mosaic.sorting import TileSizes, tiles_of_groups, why_not_sort
 
@@ -159,8 +158,8 @@ def rows_products(
 
 
 def _tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
-    """Return what `tiles_of` does, by one kernel if it may be chosen."""
-    if not tries_unmeasured() or why_not_sort(sizes, len(sizes)):
+    """Return what `tiles_of` does, by one kernel if it can."""
+    if why_not_sort(sizes, len(sizes)):
         return tiles_of(sizes, num_rows)
     return tiles_of_groups(sizes, num_rows, sizes_of_tiles(num_rows, len(sizes)))
 

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, WARPS, launch
 
-FEW = 512  # tokens, at most: measured so far
 MOST_CHOSEN = 16  # experts per token
 MOST_EXPERTS, MOST_PAIRS = 512, 8192  # whose loops are unrolled
 NONE = -(2**31)  # a key below all others
@@ -32,8 +30,6 @@ def why_not_top_k(router: Any, logits: Any, bias: Any) -> str | None:
     """Return why the kernel cannot choose, or None."""
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         return "logits are not a matrix of f32"
-    if len(logits) > FEW and not tries_unmeasured():
-        return f"more than {FEW} tokens"
     if bias is not None or router.groups > 1:
         return "the choice is not by logits alone"
     if router.score != "chosen" and not (router.score == "softmax" and router.normalize):
