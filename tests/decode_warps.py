@@ -2,7 +2,9 @@
 
 The programs of decode_warp.py run on them as they are, all programs of a launch at once. What the hardware does is
 written again: products and transposed matrices by their layouts in PTX's manual, and copies that arrive late. A read of
-shared memory is refused while a copy to it is under way, and where another thread wrote without a barrier since.
+shared memory is refused while a copy to it is under way, and where another thread wrote without a barrier since, or one
+of the same warp without `meet`; a copy where the warp has read since. Copies have to be of whole lines of 128 bytes by
+eight threads, and neither they nor reads may have conflicts of banks.
 """
 
 from __future__ import annotations
@@ -18,18 +20,27 @@ from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, WARPS
 
 KINDS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "fp8": ml_dtypes.float8_e4m3fn}
 
+MET = THREADS  # an owner from here on is a warp whose threads have met since they wrote
+
 
 class Shared:
     """Hold the words of the programs' shared memory."""
 
     def __init__(self, programs: int, size: int) -> None:
         self.words = np.full((programs, size), 0x7FC0DEAD, np.uint32)
-        self.owner = np.full((programs, size), -1)  # thread that wrote since the last barrier
+        self.owner = np.full((programs, size), -1)  # thread that wrote since the last barrier; of another warp: _met
+        self.reader = np.full((programs, size), -1)  # warp that has read since it met
         self.busy = np.zeros((programs, size), bool)
 
     def places(self, index, count: int):
         index = np.broadcast_to(index, (len(self.words), THREADS))
         return np.arange(len(self.words))[:, None, None], index[..., None] + np.arange(count)
+
+
+def without_conflicts(places) -> None:
+    """Refuse words [.., count] of threads, 128 bytes of which lie in other banks than those of 32 words."""
+    banks = np.sort(places.reshape(-1, 32) % 32, axis=1)
+    assert (banks == np.arange(32)).all(), "banks"
 
 
 class Output:
@@ -164,12 +175,21 @@ class Warps:
 
     # --- shared memory ------------------------------------------------------------------------------------------------
 
-    def copy(self, target: Shared, index, ref, row, width: int, offset, size: int) -> None:
-        values = np.stack(self.words(ref, row, width, offset, size // 4), -1)
-        place = target.places(index, size // 4)
+    def address(self, ref, row, width: int, offset):
+        return self.full(row).astype(np.int64) * width + offset
+
+    def copy(self, target: Shared, index, ref, source, begin: int, where) -> None:
+        place = source + begin
+        assert (place % 16 == 0).all(), "copies are aligned"
+        lines = (place // 128).reshape(-1, 8)
+        assert (lines == lines[:, :1]).all(), "eight threads copy a line of 128 bytes"
+        words = ref.reshape(-1).view(np.int32)
+        values = words[np.where(where, place, 0)[..., None] // 4 + np.arange(4)] * self.full(where)[..., None]
+        rows, columns = np.broadcast_arrays(*target.places(index, 4))
         on = np.broadcast_to(self.active[..., None], values.shape)
-        rows, columns = np.broadcast_arrays(*place)
+        without_conflicts(columns[on])
         assert not target.busy[rows[on], columns[on]].any(), "a copy waits for the one before"
+        assert (target.reader[rows[on], columns[on]] == -1).all(), "a copy waits until the warp has met"
         target.busy[rows[on], columns[on]] = True
         target.words[rows[on], columns[on]] = 0xFFFFFFFF
         self.under_way.append((target, rows, columns, values, on.copy(), self.groups.copy()))
@@ -191,7 +211,10 @@ class Warps:
         rows, columns = np.broadcast_arrays(*ref.places(index, count))
         on = np.broadcast_to(self.active[..., None], rows.shape)
         thread = np.broadcast_to(self.thread[..., None], rows.shape)
-        assert not ref.busy[rows[on], columns[on]].any() and (ref.owner[rows, columns] == thread)[on].all()
+        owner = ref.owner[rows, columns]
+        assert not ref.busy[rows[on], columns[on]].any() and ((owner == thread) | (owner == MET + thread // WARP))[on].all()
+        without_conflicts(columns[on].reshape(-1, count))
+        ref.reader[rows[on], columns[on]] = (thread // WARP)[on]
         return [ref.words[rows, columns].view(np.int32)[..., i] for i in range(count)]
 
     def floats(self, ref, index, count: int):
@@ -219,7 +242,8 @@ class Warps:
         rows, columns = np.broadcast_arrays(*ref.places(index, len(values)))
         warp = np.broadcast_to(self.thread[..., None] // WARP, rows.shape)
         owner = ref.owner[rows, columns]
-        assert not ref.busy[rows, columns].any() and ((owner == -1) | (owner // WARP == warp)).all()
+        assert not ref.busy[rows, columns].any()
+        assert ((owner == -1) | (owner // WARP == warp) | (owner == MET + warp)).all()
         ref.words[rows, columns] = words
         ref.owner[rows, columns] = np.broadcast_to(self.thread[..., None], rows.shape)
         assert (ref.words[rows, columns] == words).all(), "threads of a place store the same number"
@@ -227,10 +251,16 @@ class Warps:
     def barrier(self) -> None:
         for each in self.shared:
             assert not each.busy.any()
-            each.owner[:] = -1
+            each.owner[:] = each.reader[:] = -1
 
     def meet(self) -> None:
-        assert not any(each.busy.any() for each in self.shared)
+        warps = np.append(self.active[:, ::WARP], np.zeros((len(self.active), 1), bool), axis=1)  # -1: none
+        program = np.arange(len(warps))[:, None]
+        for each in self.shared:
+            own = (each.owner >= 0) & (each.owner < MET)
+            own &= warps[program, np.where(own, each.owner // WARP, -1)]
+            each.owner[own] = MET + each.owner[own] // WARP
+            each.reader[warps[program, each.reader]] = -1
 
 
 def call_warps(tiles, tables, q, pages, sinks, *, shape):

@@ -1,10 +1,12 @@
 """Keys, values and queries in the registers of warps, for the kernel of ops/kernels/gpu/decode_warp.py.
 
-Each of the 32 threads, number 4 g + t, has
+A token's key and value of a head are adjacent. A warp copies them into shared memory ahead of time (cp.async): eight
+threads 128 bytes, so that a sector of 32 bytes is asked for once. Keys past the end are zeros, and are not read.
+Each of the 32 threads, number 4 g + t, then has
 - of keys g and g + 8 every fourth 16 bytes: which dims a product takes together is free, if it is the same ones of Q;
 - of values 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 every eighth 16 bytes: two keys' numbers of a dim become a register.
-It copies these into shared memory ahead of time (cp.async), where it finds them later: no thread reads what another one
-copied, and so none waits for another one. fp8 becomes f16, by one instruction for two numbers.
+`swizzle` says where in 128 bytes a token's 16 bytes lie, so that both are read without conflicts of banks. fp8 becomes
+f16, by one instruction for two numbers.
 
 C = R * G' columns of a tile (queries of a key head), in blocks of 8: t has columns 2 t and 2 t + 1 of each.
 """
@@ -14,9 +16,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from dovetail.ops.kernels.gpu.mosaic.threads import WARP
+from dovetail.ops.kernels.gpu.mosaic.threads import WARP, WARPS
 
 CHUNK = 16  # keys
+PIECE = 16  # bytes that a thread copies at once
 BLOCK = 8  # columns
 QUAD, ROWS = 4, 8  # threads t and g
 HIDDEN = -1e30  # a score without weight: not -inf, whose difference to itself is NaN
@@ -63,8 +66,8 @@ class WarpShape(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Return the f32 in shared memory of a column: four lie between the dims of two threads."""
-        return self.dim // self.value_dims * (self.value_dims + 4)
+        """Return the f32 in shared memory of a column: four lie between the dims of two threads, and four columns."""
+        return self.dim // self.value_dims * (self.value_dims + 4) + 4
 
     @property
     def width_bytes(self) -> int:
@@ -75,6 +78,11 @@ class WarpShape(NamedTuple):
     def value_bytes(self) -> int:
         """Return the bytes of the dims of a value that a thread loads at once."""
         return self.value_dims * self.itemsize
+
+    @property
+    def pieces(self) -> int:
+        """Return how many 16 bytes the key and the value of a token have."""
+        return 2 * self.width_bytes // PIECE
 
     @property
     def chunk_words(self) -> int:
@@ -103,6 +111,14 @@ class WarpPart(NamedTuple):
     split: Any
 
 
+def swizzle(token: Any) -> Any:
+    """Return what the numbers of a token's 16 bytes are combined with (exclusive or), which decides their banks.
+
+    It is linear: swizzle(x + y) = swizzle(x) ^ swizzle(y) where x and y have no bit in common.
+    """
+    return (token // 2 % 4 * 2) ^ (token % 2 * 4)
+
+
 class WarpKeys:
     """Copy the keys and values of a part and score the keys."""
 
@@ -111,24 +127,26 @@ class WarpKeys:
         self.lane, self.memory_ref = on.thread % WARP, memory
         self.memory = on.thread // WARP * shape.warp_words  # the warp's own
         self.g, self.t = self.lane // QUAD, self.lane % QUAD
+        self.token, self.piece = self.lane // shape.pieces, self.lane % shape.pieces  # that it copies, the first ones
         self.known = part.position + part.count
 
     def bounds(self) -> tuple[Any, Any]:
-        """Return the first chunk of the part and the one after the last."""
+        """Return the first chunk of the part and the one after the last. A part has a chunk for each warp, or none."""
         s, on = self.shape, self.on
         first = self.known * 0
         if s.window:
             behind = self.part.position - (s.window - 1)
             first = on.select(behind > 0, behind, 0) // CHUNK
         last = (self.known + (CHUNK - 1)) // CHUNK
-        share = (last - first + (s.splits - 1)) // s.splits
+        turns = WARPS * s.splits
+        share = (last - first + (turns - 1)) // turns * WARPS
         begin = first + self.part.split * share
         end = on.at_most(begin + share, last)
         self.last = on.at_most(end * CHUNK, self.known) - 1  # key that is read
         return begin, end
 
     def pages(self, chunk: Any) -> list:
-        """Return the first slot of the pages of both halves of a chunk."""
+        """Return the first slot of the page of a chunk, or of the pages of both halves."""
         count = 1 if self.shape.page % CHUNK == 0 else 2
         found = []
         for half in range(count):
@@ -136,11 +154,6 @@ class WarpKeys:
             place = self.part.seq * self.shape.width + key // self.shape.page
             found.append(self.on.load(self.tables, place) * self.shape.page)
         return found
-
-    def _row(self, chunk: Any, place: Any, page: list, half: int) -> Any:
-        """Return the row of the pages with a key of a half of a chunk."""
-        key = self.on.at_most(chunk * CHUNK + place + half * ROWS, self.last)
-        return page[half % len(page)] + key % self.shape.page
 
     def before(self, slot: Any) -> Any:
         """Return the slot before this one, in a circle."""
@@ -151,36 +164,49 @@ class WarpKeys:
         return self.on.select(slot == self.shape.stages - 1, 0, slot + 1)
 
     def copy(self, chunk: Any, page: list, place: Any) -> None:
-        """Copy what this thread needs of a chunk's keys and values into its places from word `place` on."""
-        s = self.shape
-        head = self.part.head * (2 * s.width_bytes)
-        keys = [(self._row(chunk, self.g, page, half), head + self.t * 16) for half in (0, 1)]
-        offset = head + self.g * s.value_bytes + s.width_bytes
-        places = [(self.t * 2 + i, half) for half in (0, 1) for i in (0, 1)]
-        values = [(self._row(chunk, at, page, half), offset) for at, half in places]
-        for rows, size, threads in ((keys, 16, QUAD), (values, s.value_bytes, ROWS)):
-            mine = place + self.lane * (size // 4)
-            for row, offset in rows:
-                for start in range(0, s.width_bytes, size * threads):
-                    self.on.copy(self.memory_ref, mine, self.data, row, s.row, offset + start, size)
-                    mine = mine + size // 4 * WARP
-            place = place + s.chunk_words // 2
-        self.on.end_copies()
+        """Copy this thread's share of a chunk's keys and values to word `place` and following."""
+        s, on = self.shape, self.on
+        left = self.last - chunk * CHUNK - self.token  # tokens after this thread's first one
+        offset = self.part.head * (s.pieces * PIECE) + self.piece * PIECE
+        own = self.piece ^ swizzle(self.token)
+        for first in range(0, CHUNK, CHUNK // len(page)):
+            row = page[first // ROWS] + (chunk * CHUNK + first) % s.page + self.token
+            source = on.address(self.data, row, s.row, offset)
+            for at in range(first * s.pieces, (first + CHUNK // len(page)) * s.pieces, WARP):
+                token, piece = divmod(at, s.pieces)
+                target = place + (self.token * s.pieces + (own ^ swizzle(token)) + at) * (PIECE // 4)
+                begin = (token - first) * s.row + piece * PIECE
+                on.copy(self.memory_ref, target, self.data, source, begin, left > token - 1)
+        on.end_copies()
 
     def keys(self, place: Any) -> list:
         """Return the words of keys g and g + 8 of a chunk."""
-        return self._copied(place, 2, 16)
+        own, found = self.t ^ swizzle(self.g), []
+        for row in (0, ROWS):
+            pieces = [(own ^ i % 8) + (self.g * self.shape.pieces + i // 8 * 8) for i in self._every(QUAD, PIECE)]
+            found.append(self._words(place, [x + row * self.shape.pieces for x in pieces], 4))
+        return found
 
     def values(self, place: Any) -> list:
         """Return the words of values 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of a chunk."""
-        return self._copied(place + self.shape.chunk_words // 2, 4, self.shape.value_bytes)
+        s, found = self.shape, []
+        before, count = s.width_bytes // PIECE, PIECE // s.value_bytes  # pieces of the key; threads of a piece
+        own = (self.g // count + before % 8) ^ swizzle(self.t * 2)
+        place = place + self.g % count * (s.value_bytes // 4)
+        for row in (0, 1, ROWS, ROWS + 1):
+            starts = [before // 8 * 8 + i for i in self._every(ROWS, s.value_bytes)]
+            pieces = [(own ^ swizzle(row)) + (self.t * (2 * s.pieces) + row * s.pieces + i) for i in starts]
+            found.append(self._words(place, pieces, s.value_bytes // 4))
+        return found
 
-    def _copied(self, place: Any, rows: int, size: int) -> list:
-        """Return the words of each row in copies of `size` bytes."""
-        count, each = self.shape.chunk_words // 2 // WARP // (size // 4), size // 4
-        found = [self.on.copied(self.memory_ref, place + (self.lane + i * WARP) * each, each) for i in range(count)]
-        per = count // rows
-        return [[word for words in found[i : i + per] for word in words] for i in range(0, count, per)]
+    def _every(self, threads: int, size: int) -> range:
+        """Return the pieces of a key or value that a thread's first one is followed by, if `threads` take turns."""
+        return range(0, self.shape.width_bytes // PIECE, max(1, threads * size // PIECE))
+
+    def _words(self, place: Any, pieces: list, count: int) -> list:
+        """Return the first `count` words of each piece."""
+        found = [self.on.copied(self.memory_ref, place + piece * (PIECE // 4), count) for piece in pieces]
+        return [word for words in found for word in words]
 
     def scores(self, chunk: Any, keys: list, queries: list) -> list:
         """Return for each block the scores of keys g and g + 8 in both columns, in base 2."""

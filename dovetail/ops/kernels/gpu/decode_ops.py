@@ -100,15 +100,18 @@ class Warps(Threads):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def copy(self, target: Any, index: Number, ref: Any, row: Number, width: int, offset: Number, size: int) -> None:
-        """Copy 8 or 16 bytes of a row of `width` bytes into shared memory, without waiting for them."""
+    def address(self, ref: Any, row: Number, width: int, offset: Number) -> Number:
+        """Return the address of a byte of a row of `width` bytes."""
         from jaxlib.mlir.dialects import llvm
 
         pointer = byte_address(ref, wide(row.value), width, offset.value)
-        source = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
-        kind = "cg" if size == 16 else "ca"
-        text = f"cp.async.{kind}.shared.global.L2::128B [$0], [$1], {size};"
-        self._do(text, "r,l", self._pointer(target, index), source)
+        return Number(llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
+
+    def copy(self, target: Any, index: Number, ref: Any, source: Number, begin: int, where: Number) -> None:
+        """Copy 16 bytes, `begin` after an address in `ref`, into shared memory without waiting; zeros if not `where`."""
+        size = arith.select(where.value, utils.c(16, int32()), utils.c(0, int32()))
+        text = f"cp.async.cg.shared.global.L2::128B [$0], [$1+{begin}], 16, $2;"
+        self._do(text, "r,l,r", self._pointer(target, index), source.value, size)
 
     def end_copies(self) -> None:
         """Make a group of the copies since the last one."""
@@ -119,7 +122,7 @@ class Warps(Threads):
         self._do(f"cp.async.wait_group {most};", "")
 
     def copied(self, ref: Any, index: Number, count: int) -> list[Number]:
-        """Return two or four words that the thread has copied into shared memory."""
+        """Return two or four words that threads of the warp have copied into shared memory."""
         from jaxlib.mlir.dialects import llvm
 
         registers, results = ",".join(f"${i}" for i in range(count)), ",".join(["=r"] * count)

@@ -2,8 +2,8 @@
 
 No warp waits for another one until the end. The four warps of a program take turns along the keys, CHUNK at a time:
 S^T = K Q^T [16, C], then O^T = V^T P^T [H, C], in products of a warp (mma), whose operands decode_keys.py provides.
-Chunks are copied ahead of time. Keys past the end are read as the last one, whose score is then hidden: what unused
-slots of a page hold is never seen. At the end the warps' sums are joined in shared memory.
+Chunks are copied ahead of time. Keys past the end are zeros, whose scores are hidden: what unused slots of a page hold
+is never seen. At the end the warps' sums are joined in shared memory.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def attend(on: Any, part: WarpPart, refs: list, shape: WarpShape) -> None:
         sums, page, slot = carry
         ahead = chunk + (shape.stages - 1) * WARPS
         on.await_copies(shape.stages - 2)
+        on.meet()  # threads read what others copied
         warp.copy(ahead, page, warp.memory + warp.before(slot) * shape.chunk_words)  # used in the last turn
         page = warp.pages(ahead + WARPS)
         here = warp.memory + slot * shape.chunk_words
