@@ -103,6 +103,7 @@ OF_WARPS = {
     "drafts": ((6, 2, 64), [2, 5], [2, 100], 8, 3, {"sinks": np.ones(6)}),  # two tiles of a sequence
     "two blocks": ((12, 1, 128), [1, 1, 1], [1, 16, 145], 24, 1, {"window": 100}),
     "tokens in two blocks": ((2, 1, 64), [8, 3], [20, 120], 8, 1, {"window": 9}),
+    "three blocks": ((16, 2, 128), [3, 3, 1], [3, 40, 70], 16, 1, {"window": 50}),
     "wide": ((4, 2, 256), [1, 1], [65, 300], 64, 4, {}),
 }
 
@@ -124,9 +125,22 @@ def test_the_kernel_of_warps_equals_the_reference(monkeypatch, name, dtype):
 
 
 def test_keys_in_parts_fill_the_chip():
-    # sequences x key heads, keys: parts
-    cases = {(8, 1 << 15): 64, (128, 7000): 8, (256, 2048): 4, (256, 300): 1, (512, 1 << 15): 1, (4096, 640): 1}
+    # sequences x key heads, keys, programs at once: parts
+    cases = {
+        **{(8, 1 << 15, 528): 64, (8, 4608, 528): 24, (128, 7000, 528): 8, (256, 2048, 528): 4, (256, 300, 528): 1},
+        **{(512, 1 << 15, 528): 1, (512, 2048, 396): 3, (600, 2048, 528): 4, (4096, 640, 396): 1},
+    }
     assert {case: decode._splits(*case) for case in cases} == cases
+
+
+def test_tiles_of_drafts_fit_into_registers():
+    # tokens, sequences, query heads of a key head, dims: tokens of a tile for warps
+    cases = {
+        **{(64, 64, 4, 128): 4, (192, 64, 4, 128): 4, (320, 64, 4, 128): 5, (512, 64, 4, 128): 6},
+        **{(192, 64, 8, 128): 3, (320, 64, 8, 128): 3, (448, 64, 8, 128): 0, (192, 64, 8, 64): 3},
+        **{(64, 64, 16, 128): 1, (192, 64, 16, 128): 0, (64, 64, 4, 256): 2, (64, 64, 32, 128): 0},
+    }
+    assert {case: decode._tokens_of_warps(*case) for case in cases} == cases
 
 
 @pytest.mark.parametrize("by_warps", [False, True])

@@ -10,6 +10,7 @@ C = R * G' columns of a tile, at least 8.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.decode_kernel import HIDDEN, KEYS, LOG2E, DecodeShape, attend_part
-from dovetail.ops.kernels.gpu.decode_keys import CHUNK, WarpPart, WarpShape
+from dovetail.ops.kernels.gpu.decode_keys import BLOCK, CHUNK, WarpPart, WarpShape
 from dovetail.ops.kernels.gpu.decode_ops import Warps
 from dovetail.ops.kernels.gpu.decode_warp import attend, join
 from dovetail.ops.kernels.gpu.mosaic.threads import WARPS, Number, launch
@@ -28,9 +29,12 @@ from dovetail.ops.paged import tile_of_token, tiles_of
 
 FEW = 8  # tokens of a sequence: more are left to the kernel for prompts
 MAX_COLUMNS = 64
-WARP_COLUMNS, WARP_SUMS = 16, 16 * 128  # of a tile for warps: columns, and numbers [C, H] in registers
+# of a tile for warps: columns, and numbers [C, H] in registers; and where most sequences would have more than one tile
+WARP_TILES = (16, 16 * 128), (48, 24 * 128)
 WARP_BYTES = 12 * 1024  # of shared memory for a warp's keys and values: four programs share a multiprocessor
-ENOUGH = 512  # programs that fill an H200
+SHARED_BYTES = 227 * 1024  # of a multiprocessor
+ENOUGH, MULTIPROCESSORS = 512, 132  # programs that fill an H200, and what they run on
+FILL, MANY_WAVES = 0.9, 4  # of the places for programs at once; times that these are taken
 MAX_SPLITS = 64
 LEAST_KEYS = 192  # of a part
 
@@ -66,32 +70,54 @@ def paged_attention(
     """Attend as ops.paged.paged_attention does; the output of padding is undefined."""
     (T, N, H), K = q.shape, pages.shape[2] // 2
     num_seqs, group = ctx.kv_lens.shape[0], pl.next_power_of_2(N // K)
-    few = min(WARP_COLUMNS, WARP_SUMS // H) // group  # tokens of a tile for warps; most sequences have one tile then
-    by_warps = by_warps and few * num_seqs >= T
+    few = _tokens_of_warps(T, num_seqs, group, H)
+    by_warps = by_warps and few > 0
     R = 1 if num_seqs >= T else min(FEW, few if by_warps else MAX_COLUMNS // group)
     tiles, columns = tiles_of(ctx, T, R), pl.cdiv(R * group, 8) * 8
-    splits = splits or _splits(len(tiles[0]) * K, ctx.block_tables.shape[1] * pages.shape[1])
+    max_keys, parts = ctx.block_tables.shape[1] * pages.shape[1], functools.partial(_splits, len(tiles[0]) * K)
     if not by_warps:
+        splits = splits or parts(max_keys, ENOUGH)
         shape = DecodeShape(K, H, columns, group, pages.shape[1], splits, scale, window, softcap)
         return _by_warpgroups(ctx, tiles, q, pages, sinks, R, shape)
     itemsize, width = pages.dtype.itemsize, ctx.block_tables.shape[1]
     stages = stages or max(2, min(WARP_BYTES // (2 * CHUNK * H * itemsize), 4))
-    shape = WarpShape(
-        T, N, K, H, columns, group, pages.shape[1], width, itemsize, splits, scale, window, softcap, stages
-    )
+    shape = WarpShape(T, N, K, H, columns, group, pages.shape[1], width, itemsize, 1, scale, window, softcap, stages)
+    splits = splits or parts(max_keys, MULTIPROCESSORS * _programs_at_once(shape))
+    shape = shape._replace(splits=splits)
     sinks = None if sinks is None else sinks.astype(jnp.float32) * LOG2E
     out, lse = _call_warps(jnp.stack(tiles, axis=1), ctx.block_tables, q, pages, sinks, shape=shape)
     return out if splits == 1 else _join_parts(out, lse, shape=shape)
 
 
-def _splits(programs: int, max_keys: int) -> int:
+def _tokens_of_warps(tokens: int, num_seqs: int, group: int, dim: int) -> int:
+    """Return how many tokens a tile for warps has, or 0 if the tiles would be too many.
+
+    Two tiles of a sequence read its keys twice, the second time from the L2 cache.
+    """
+    usual, most = (min(columns, sums // dim // BLOCK * BLOCK) // group for columns, sums in WARP_TILES)
+    few = min(most, max(usual, pl.cdiv(tokens, num_seqs)))
+    return few if 2 * few * num_seqs >= tokens else 0
+
+
+def _programs_at_once(shape: WarpShape) -> int:
+    """Return how many programs of warps share a multiprocessor: what its shared memory and its registers hold."""
+    nbytes = 4 * WARPS * (shape.warp_words + 2 * shape.columns) + 1024
+    return min(SHARED_BYTES // nbytes, 4 if shape.columns * shape.dim <= 1024 else 2)
+
+
+def _splits(programs: int, max_keys: int, at_once: int) -> int:
     """Return enough parts to fill the chip, each with some keys: joining them takes one more kernel.
 
-    A batch may have half as many sequences as rows, and few of them long.
+    A batch may have half as many sequences as rows, and few of them long. Where all programs take equally long, the
+    last of those that do not run at once should not run alone.
     """
-    if programs >= ENOUGH:
-        return 1
-    return max(1, min(2 * ENOUGH // programs, max_keys // LEAST_KEYS, MAX_SPLITS))
+    most = max(1, min(max_keys // LEAST_KEYS, MAX_SPLITS))
+    for splits in range(1, most):
+        waves = programs * splits / at_once
+        fill = waves / math.ceil(waves)
+        if waves >= MANY_WAVES or (fill >= FILL and (waves >= 2 * FILL or splits == 1)):
+            return splits
+    return most
 
 
 # --- by warps ---------------------------------------------------------------------------------------------------------
