@@ -1,9 +1,10 @@
 """Paged attention of few tokens per sequence on a GPU: hold the kernels to the reference, then time them.
 
-`python benchmarks/decode_attention.py [check] [time] [variants]`. `triton` is ops/kernels/gpu/paged.py, `mosaic`
+`python benchmarks/decode_attention.py [check] [time] [variants] [quick [heads ..]]`. `triton` is ops/kernels/gpu/paged.py, `mosaic`
 ops/kernels/gpu/decode.py (Hopper), `groups` the same without its kernel of warps, `reference` XLA's. `variants` times
 the kernel of warps with other numbers of chunks under way and of parts. The rate counts the bytes of keys and values
-that a step has to read, with the scales of int8. A variant that fails is printed and left out.
+that a step has to read, with the scales of int8. A variant that fails is printed and left out. `quick` takes less than a
+minute: it checks some steps and prints the profiler's microseconds of the kernels of an attention and of the join.
 
 Layers share the metadata of a step, as in a model: each timed program attends LAYERS times, over pages of its own where
 these would otherwise fit into the L2 cache.
@@ -11,10 +12,15 @@ these would otherwise fit into the L2 cache.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +48,10 @@ STEPS = {
     "64 x 2048, 5 tokens": ([5] * 64, [2048] * 64),
     "16 of 32 x 7000": ([1] * 16 + [0] * 16, [7000] * 16 + [0] * 16),  # a batch with rows of padding
 }
+ALONE = "384 alone"  # in a batch of one row
+QUICK_STEPS = {name: STEPS[name] for name in STEPS if "5 tokens" not in name} | {ALONE: ([1], [384])}
+QUICK_HEADS = ("Llama 8B", "GPT-OSS", "Qwen3 30B")
+QUICK_POOL, QUICK_RUNS = 65536, 3  # pages for all steps; runs of a program
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({"stages": stages} for stages in (2, 3, 4, 6)),
     *({"splits": splits} for splits in (1, 2, 4, 8, 16, 32, 64)),
@@ -51,6 +61,7 @@ RAGGED = {
     "two each": ([2, 2, 1, 3], [2, 64, 1, 500]),
     "drafts": ([3, 1, 8, 5, 2], [3, 64, 200, 1029, 130]),
     "one long": ([1], [5000]),
+    "one short": ([1], [130]),
 }
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 128}, {"window": 300, "softcap": 30.0}, {"sinks": True})
 
@@ -185,8 +196,91 @@ def compare() -> None:
                 print(f"{step:>20} {dtype:>14} {options!s:>14} {found:8.2f}", flush=True)
 
 
+# --- in a minute ------------------------------------------------------------------------------------------------------
+
+
+def quick(names: Sequence[str]) -> None:
+    """Check some steps, then print the times of the kernels of Triton and of warps for these heads."""
+    with ThreadPoolExecutor(12) as pool:
+        cases = itertools.product(((32, 8, 128), (64, 8, 64), (32, 4, 128)), RAGGED, DTYPES[:2], (0, 3))
+        cases = [(heads, step, dtype, i) for heads, step, dtype, i in cases if i == 0 or heads == (64, 8, 64)]
+        checks = [pool.submit(_difference, mosaic, *case[:3], dict(OPTIONS[case[3]])) for case in cases]
+        keys = list(itertools.product(names, DTYPES[:2], QUICK_STEPS, ("triton", "mosaic")))
+        programs = [pool.submit(_compiled, *key) for key in keys]
+        for case, check in zip(cases, checks, strict=True):
+            found = attempt(f"check {case}", check.result)
+            if not found < 0.02:
+                print(f"WRONG by {found:.5f}: {case}", flush=True)
+        print(f"{len(cases)} checks done", flush=True)
+        for (name, dtype), own in itertools.groupby(zip(keys, programs, strict=True), lambda x: x[0][:2]):
+            heads = HEADS[name]
+            pages = rounded(dtype)(inputs(QUICK_POOL, 1, heads)[1])
+            for step, pair in itertools.groupby(own, lambda x: x[0][2]):
+                nbytes = read_bytes(QUICK_STEPS[step][1], heads, dtype)
+                cells = [_profiled_cell(pages, nbytes, key, program) for key, program in pair]
+                print(f"{name:>10} {dtype[:8]:>8} {step:>20}", *cells, flush=True)
+
+
+def _quick_step(step: str) -> tuple[Paged, int]:
+    """Return the context of a step and the number of its pages."""
+    ctx, num_pages = step_of(*QUICK_STEPS[step])
+    if step == ALONE:
+        ctx = dataclasses.replace(
+            ctx, block_tables=ctx.block_tables[:1, :288], kv_lens=ctx.kv_lens[:1], cu_q_lens=ctx.cu_q_lens[:2]
+        )
+    return ctx, num_pages
+
+
+def _compiled(name: str, dtype: str, step: str, kernel: str) -> tuple[Callable, list]:
+    """Return a compiled program of LAYERS attentions and what it is given beside the pages."""
+    heads, (ctx, num_pages) = HEADS[name], _quick_step(step)
+    copies = max(1, min(LAYERS, QUICK_POOL // num_pages))
+    options: dict[str, Any] = {"sinks": jnp.ones(heads[0])} if name == "GPT-OSS" else {}
+    tokens = max(sum(QUICK_STEPS[step][0]), ctx.kv_lens.shape[0])
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((LAYERS, tokens, heads[0], heads[2])), jnp.bfloat16)
+
+    def program(ctx: Paged, q: jax.Array, pages: jax.Array) -> list[jax.Array]:
+        own = [dataclasses.replace(ctx, block_tables=ctx.block_tables + i % copies * num_pages) for i in range(LAYERS)]
+        return [KERNELS[kernel](each, q[i], pages, scale=heads[2] ** -0.5, **options) for i, each in enumerate(own)]
+
+    pages = jax.ShapeDtypeStruct((QUICK_POOL, PAGE, 2 * heads[1], heads[2]), dtype)
+    return jax.jit(program).lower(ctx, q, pages).compile(), [ctx, q]
+
+
+def _profiled_cell(pages: jax.Array, nbytes: int, key: tuple, program: Any) -> str:
+    """Return the TB/s of a kernel, and the microseconds of attention, of the join and of other kernels."""
+    try:
+        run, given = program.result()
+        jax.block_until_ready(run(*given, pages))
+        times = _kernel_times(lambda: jax.block_until_ready([run(*given, pages) for _ in range(QUICK_RUNS)]))
+    except Exception as error:
+        return f"| {key[-1]} FAILED {error!s:.200}"
+    join = sum(us for name, us in times.items() if "join" in name)
+    main = sum(us for name, us in times.items() if "attention" in name)
+    rest = sum(times.values()) - main - join  # tiles and their parts: once for all layers
+    found = nbytes / max(1e-9, main + join) / 1e6
+    return f"| {key[-1]:>6} {found:5.2f} TB/s {main:7.1f} + {join:4.1f} + {rest:4.1f} us"
+
+
+def _kernel_times(run: Callable) -> dict[str, float]:
+    """Return the microseconds of each kernel of an attention."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    times: collections.Counter = collections.Counter()
+    lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines]
+    for event in (event for line in lines if line.name.startswith("Stream") for event in line.events):
+        times[event.name] += event.duration_ns / 1e3 / QUICK_RUNS / LAYERS
+    return dict(times)
+
+
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["check", "time"]
+    if wanted[0] == "quick":
+        quick(wanted[1:] or QUICK_HEADS)
     if "check" in wanted:
         check()
     if "time" in wanted:

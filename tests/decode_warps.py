@@ -212,7 +212,8 @@ class Warps:
         on = np.broadcast_to(self.active[..., None], rows.shape)
         thread = np.broadcast_to(self.thread[..., None], rows.shape)
         owner = ref.owner[rows, columns]
-        assert not ref.busy[rows[on], columns[on]].any() and ((owner == thread) | (owner == MET + thread // WARP))[on].all()
+        assert not ref.busy[rows[on], columns[on]].any()
+        assert ((owner == thread) | (owner == MET + thread // WARP))[on].all()
         without_conflicts(columns[on].reshape(-1, count))
         ref.reader[rows[on], columns[on]] = (thread // WARP)[on]
         return [ref.words[rows, columns].view(np.int32)[..., i] for i in range(count)]
