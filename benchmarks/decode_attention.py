@@ -1,10 +1,11 @@
 """Paged attention of few tokens per sequence on a GPU: hold the kernels to the reference, then time them.
 
-`python benchmarks/decode_attention.py [check] [time] [variants] [quick [heads ..]]`. `triton` is ops/kernels/gpu/paged.py, `mosaic`
-ops/kernels/gpu/decode.py (Hopper), `groups` the same without its kernel of warps, `reference` XLA's. `variants` times
-the kernel of warps with other numbers of chunks under way and of parts. The rate counts the bytes of keys and values
-that a step has to read, with the scales of int8. A variant that fails is printed and left out. `quick` takes less than a
-minute: it checks some steps and prints the profiler's microseconds of the kernels of an attention and of the join.
+`python benchmarks/decode_attention.py [check] [time] [variants]`, or `quick [heads ..]`. `triton` is
+ops/kernels/gpu/paged.py, `mosaic` ops/kernels/gpu/decode.py (Hopper), `groups` the same without its kernel of warps,
+`reference` XLA's. `variants` times the kernel of warps with other numbers of chunks under way and of parts. The rate
+counts the bytes of keys and values that a step has to read, with the scales of int8. A variant that fails is printed
+and left out. `quick` takes a minute: it checks some steps and prints the profiler's microseconds of attention, of the
+join of its parts, and of the other kernels.
 
 Layers share the metadata of a step, as in a model: each timed program attends LAYERS times, over pages of its own where
 these would otherwise fit into the L2 cache.
@@ -202,9 +203,13 @@ def compare() -> None:
 def quick(names: Sequence[str]) -> None:
     """Check some steps, then print the times of the kernels of Triton and of warps for these heads."""
     with ThreadPoolExecutor(12) as pool:
-        cases = itertools.product(((32, 8, 128), (64, 8, 64), (32, 4, 128)), RAGGED, DTYPES[:2], (0, 3))
-        cases = [(heads, step, dtype, i) for heads, step, dtype, i in cases if i == 0 or heads == (64, 8, 64)]
-        checks = [pool.submit(_difference, mosaic, *case[:3], dict(OPTIONS[case[3]])) for case in cases]
+        cases = [
+            *itertools.product(((32, 8, 128), (64, 8, 64), (32, 4, 128)), ("decode", "drafts"), DTYPES[:2], (0,)),
+            *itertools.product(((64, 8, 64),), ("one long", "one short"), DTYPES[:2], (3,)),
+        ]
+        checks = [
+            pool.submit(_difference, mosaic, heads, step, dtype, dict(OPTIONS[i])) for heads, step, dtype, i in cases
+        ]
         keys = list(itertools.product(names, DTYPES[:2], QUICK_STEPS, ("triton", "mosaic")))
         programs = [pool.submit(_compiled, *key) for key in keys]
         for case, check in zip(cases, checks, strict=True):

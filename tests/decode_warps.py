@@ -161,11 +161,11 @@ class Warps:
 
     # --- global memory ------------------------------------------------------------------------------------------------
 
-    def words(self, ref, row, width: int, offset, count: int):
-        place = self.full(row).astype(np.int64) * width + offset
-        assert (place % (4 * count) == 0).all(), "loads are aligned"
+    def words(self, ref, row, width: int, offset):
+        place = self.address(ref, row, width, offset)
+        assert (place % 16 == 0).all(), "loads are aligned"
         words = ref.reshape(-1).view(np.int32)
-        return [words[place // 4 + i] for i in range(count)]
+        return [words[place // 4 + i] for i in range(4)]
 
     def load(self, ref, index):
         if isinstance(ref, Shared):

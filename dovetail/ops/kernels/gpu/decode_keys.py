@@ -280,7 +280,7 @@ def queries_of(on: Any, part: WarpPart, q: Any, s: WarpShape) -> list:
         words = []
         for start in range(0, s.dim * 2, size * QUAD):
             for at in range(0, size, 16):
-                words += on.words(q, row, s.dim * 2, lane % QUAD * size + (start + at), 4)
+                words += on.words(q, row, s.dim * 2, lane % QUAD * size + (start + at))
         words = [on.as_f16(x) for x in words] if s.itemsize == 1 else words
         found.append([words[i : i + 2] for i in range(0, len(words), 2)])
     return found

@@ -15,16 +15,20 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.ops.kernels.gpu.mosaic.threads import ALL, Number, Threads
-from dovetail.ops.kernels.gpu.warp_ops import byte_address, fma, int32, load_words, multiply_add, wide
+from dovetail.ops.kernels.gpu.warp_ops import byte_address, fma, int32, multiply_add, wide
 
 
 class Warps(Threads):
     """Write the operations of a thread of four warps."""
 
-    def words(self, ref: Any, row: Number, width: int, offset: Number, count: int) -> list[Number]:
-        """Load `count` words from byte `offset` of a row of `width` bytes; the kernel must not write this memory."""
-        pointer = byte_address(ref, wide(row.value), width, offset.value)
-        return [Number(x) for x in load_words(pointer, count)]
+    def words(self, ref: Any, row: Number, width: int, offset: Number) -> list[Number]:
+        """Load four words from byte `offset` of a row of `width` bytes, here: LLVM would wait for one after another."""
+        from jaxlib.mlir.dialects import llvm
+
+        kind, text = llvm.StructType.get_literal([int32()] * 4), "ld.relaxed.cta.global.v4.b32 {$0,$1,$2,$3}, [$4];"
+        given = [self.address(ref, row, width, offset).value]
+        found: Any = llvm.inline_asm(kind, given, text, "=r,=r,=r,=r,l", has_side_effects=True)
+        return [Number(llvm.extractvalue(int32(), found, [i])) for i in range(4)]
 
     def constant(self, value: float) -> Number:
         """Return a number in f32."""
@@ -108,7 +112,7 @@ class Warps(Threads):
         return Number(llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
     def copy(self, target: Any, index: Number, ref: Any, source: Number, begin: int, where: Number) -> None:
-        """Copy 16 bytes, `begin` after an address in `ref`, into shared memory without waiting; zeros if not `where`."""
+        """Copy 16 bytes, `begin` after an address in `ref`, to shared memory without waiting; zeros if not `where`."""
         size = arith.select(where.value, utils.c(16, int32()), utils.c(0, int32()))
         text = f"cp.async.cg.shared.global.L2::128B [$0], [$1+{begin}], 16, $2;"
         self._do(text, "r,l,r", self._pointer(target, index), source.value, size)

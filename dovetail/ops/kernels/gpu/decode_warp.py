@@ -66,11 +66,12 @@ def attend(on: Any, part: WarpPart, refs: list, shape: WarpShape) -> None:
         return sums, page, warp.after(slot)
 
     sums, *_ = on.loop(first, end, WARPS, turn, (start, page, part.split * 0))
+    places = _places(on, part, sinks, shape)
     on.await_copies(0)
     on.meet()
     _hold(on, sums, held, stats, shape)
     on.barrier()
-    _store(on, part, sinks, out, lse, held, stats, shape)
+    _store(on, part, places, out, lse, held, stats, shape)
 
 
 # --- the softmax ------------------------------------------------------------------------------------------------------
@@ -134,16 +135,24 @@ def _hold(on: Any, sums: Softmax, held: Any, stats: Any, s: WarpShape) -> None:
                 on.store_all(held, place + x, dims[x : x + 4])
 
 
-def _store(on: Any, part: WarpPart, sinks: Any, out: Any, lse: Any, held: Any, stats: Any, s: WarpShape) -> None:
-    """Join the warps, and the sink with the first part; store four dims of a column at a time."""
+def _places(on: Any, part: WarpPart, sinks: Any, s: WarpShape) -> list[tuple]:
+    """Return the thread's columns, their first dims, rows, whether they have one, and their sinks.
+
+    A sink belongs to the first part. It is loaded before the barrier that all wait for.
+    """
+    found = []
     for run in range(s.columns * s.dim // (4 * THREADS)):
         place = on.thread * 4 + run * 4 * THREADS
-        column, dim = place // s.dim, place % s.dim
+        column = place // s.dim
         row, is_one = column_of(on, part, column, s)
-        sink = None
-        if sinks is not None:
-            sink = on.load(sinks, row % s.heads)
-            sink = on.select(part.split == 0, sink, HIDDEN)
+        sink = None if sinks is None else on.select(part.split == 0, on.load(sinks, row % s.heads), HIDDEN)
+        found.append((column, place % s.dim, row, is_one, sink))
+    return found
+
+
+def _store(on: Any, part: WarpPart, places: list, out: Any, lse: Any, held: Any, stats: Any, s: WarpShape) -> None:
+    """Join the warps, and the sink with the first part; store four dims of a column at a time."""
+    for column, dim, row, is_one, sink in places:
         weights, whole, most = _weights(on, column, stats, sink, s)
         total = [on.constant(0.0)] * 4
         for warp, weight in enumerate(weights):
