@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dovetail.ops.kernels.gpu.decode_keys import WarpPart
-from dovetail.ops.kernels.gpu.decode_warp import attend
+from dovetail.ops.kernels.gpu.decode_keys import WarpPart, chunks_of
+from dovetail.ops.kernels.gpu.decode_warp import attend, skip
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, WARPS
 
 KINDS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "fp8": ml_dtypes.float8_e4m3fn}
@@ -268,17 +268,22 @@ def call_warps(tiles, tables, q, pages, sinks, *, shape):
     """Do what decode._call_warps does."""
     K, tiles = shape.kv_heads, np.asarray(tiles)
     tile, head, split = (x.reshape(-1) for x in np.mgrid[: len(tiles), :K, : shape.splits])
-    used = tiles[tile, 2] > 0
-    tile, head, split = tile[used], head[used], split[used]
-    part = WarpPart(*(x.astype(np.int32)[:, None] for x in (head, *tiles[tile].T, split)))
-    held, stats = Shared(len(tile), WARPS * shape.warp_words), Shared(len(tile), 2 * WARPS * shape.columns)
     out = Output(jax.ShapeDtypeStruct((shape.splits, *q.shape) if shape.splits > 1 else q.shape,
                                       np.float32 if shape.splits > 1 else q.dtype))  # fmt: skip
     lse = Output(jax.ShapeDtypeStruct((shape.splits, *q.shape[:2]), np.float32))
     given = [np.asarray(x) for x in (tables, q.view(jnp.uint16), pages.view(jnp.uint8))]
-    refs = [*given, None if sinks is None else np.asarray(sinks), out, lse, held, stats]
+    given.append(None if sinks is None else np.asarray(sinks))
+    begin, end = (np.asarray(x) for x in chunks_of(tiles[tile, 3], tiles[tile, 2], split, shape))
+    part = WarpPart(*(x.astype(np.int32)[:, None] for x in (head, *tiles[tile].T, split, begin, end)))
+    some, none = (
+        WarpPart(*(x[chosen] for x in part)) for chosen in (begin < end, (begin >= end) & (tiles[tile, 2] > 0))
+    )
+    count = len(some.head)
+    held, stats = Shared(count, WARPS * shape.warp_words), Shared(count, 2 * WARPS * shape.columns)
     with np.errstate(invalid="ignore", over="ignore"):
-        attend(Warps(len(tile), [held, stats]), part, refs, shape)
+        attend(Warps(count, [held, stats]), some, [*given, out, lse, held, stats], shape)
+    skip(Warps(len(none.head), []), none, lse, shape)
+    assert lse.times.max() <= 1
     assert out.times.max() == 1
     whole = (shape.splits, *q.shape) if shape.splits > 1 else q.shape
     return jnp.asarray(out.values.reshape(whole)), jnp.asarray(lse.values.reshape(shape.splits, *q.shape[:2]))

@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.decode_kernel import HIDDEN, KEYS, LOG2E, DecodeShape, attend_part
-from dovetail.ops.kernels.gpu.decode_keys import BLOCK, CHUNK, WarpPart, WarpShape
+from dovetail.ops.kernels.gpu.decode_keys import BLOCK, CHUNK, WarpPart, WarpShape, chunks_of
 from dovetail.ops.kernels.gpu.decode_ops import Warps
-from dovetail.ops.kernels.gpu.decode_warp import attend, join
+from dovetail.ops.kernels.gpu.decode_warp import attend, join, skip
 from dovetail.ops.kernels.gpu.mosaic.threads import WARPS, Number, launch
 from dovetail.ops.paged import tile_of_token, tiles_of
 
@@ -112,10 +112,11 @@ def _splits(programs: int, max_keys: int, at_once: int) -> int:
     last of those that do not run at once should not run alone.
     """
     most = max(1, min(max_keys // LEAST_KEYS, MAX_SPLITS))
+    least = FILL * (3 if 4 * programs <= at_once else 2)
     for splits in range(1, most):
         waves = programs * splits / at_once
         fill = waves / math.ceil(waves)
-        if waves >= MANY_WAVES or (fill >= FILL and (waves >= 2 * FILL or splits == 1)):
+        if waves >= MANY_WAVES or (fill >= FILL and (waves >= least or splits == 1)):
             return splits
     return most
 
@@ -135,19 +136,27 @@ def _call_warps(
 
     def entry(tiles_ref: Any, *refs: Any) -> None:
         head, tile = lax.rem(lax.axis_index("item"), K), lax.div(lax.axis_index("item"), K)
+        split, own = lax.axis_index("split"), [tiles_ref[tile, i] for i in range(4)]
+        begin, end = chunks_of(own[3], own[2], split, shape)
+        numbers = [head, *own, split, begin, end]
 
-        def body(*memory: Any) -> None:
-            @plgpu.inline_mgpu(arg_types=([plgpu.Layout.WG_SPLAT(())] * 6, [plgpu.RefType()] * (len(refs) + 2)))
+        def write(program: Any, *memory: Any) -> None:
+            @plgpu.inline_mgpu(
+                arg_types=([plgpu.Layout.WG_SPLAT(())] * len(numbers), [plgpu.RefType()] * (len(refs) + len(memory)))
+            )
             def run(_: Any, numbers: list, refs: list) -> None:
                 refs = refs if has_sinks else [*refs[:3], None, *refs[3:]]
-                attend(Warps(), WarpPart(*(Number(x.registers.flat[0]) for x in numbers)), refs, shape)
+                program(Warps(), WarpPart(*(Number(x.registers.flat[0]) for x in numbers)), refs)
 
-            numbers = [head, *(tiles_ref[tile, i] for i in range(4)), lax.axis_index("split")]
             run(numbers, [*refs, *memory])  # pyright: ignore[reportCallIssue]
 
         sizes = WARPS * shape.warp_words, 2 * WARPS * shape.columns
-        run = functools.partial(pl.run_scoped, body, *[plgpu.SMEM((size,), jnp.float32) for size in sizes])
-        pl.when(tiles_ref[tile, 2] > 0)(run)
+        full = functools.partial(write, lambda on, part, refs: attend(on, part, refs, shape))
+        run = functools.partial(pl.run_scoped, full, *[plgpu.SMEM((size,), jnp.float32) for size in sizes])
+        pl.when(begin < end)(run)
+        if shape.splits > 1:
+            empty = functools.partial(write, lambda on, part, refs: skip(on, part, refs[5], shape))
+            pl.when((begin >= end) & (own[2] > 0))(empty)
 
     whole = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = jax.ShapeDtypeStruct((shape.splits, *q.shape), jnp.float32)

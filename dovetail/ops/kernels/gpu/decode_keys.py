@@ -16,6 +16,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
+
 from dovetail.ops.kernels.gpu.mosaic.threads import WARP, WARPS
 
 CHUNK = 16  # keys
@@ -109,6 +112,8 @@ class WarpPart(NamedTuple):
     count: Any  # of its tokens
     position: Any  # of the first one
     split: Any
+    begin: Any  # chunk
+    end: Any  # and the one after the last
 
 
 def swizzle(token: Any) -> Any:
@@ -117,6 +122,16 @@ def swizzle(token: Any) -> Any:
     It is linear: swizzle(x + y) = swizzle(x) ^ swizzle(y) where x and y have no bit in common.
     """
     return (token // 2 % 4 * 2) ^ (token % 2 * 4)
+
+
+def chunks_of(position: Any, count: Any, split: Any, s: WarpShape) -> tuple[Any, Any]:
+    """Return the first chunk of a part and the one after the last. It has a chunk for each warp, or none."""
+    div, turns = lambda x, y: lax.div(x, jnp.int32(y)), WARPS * s.splits
+    first = div(jnp.maximum(position - (s.window - 1), 0), CHUNK) if s.window else 0
+    last = div(position + count + (CHUNK - 1), CHUNK)
+    share = div(last - first + (turns - 1), turns) * WARPS
+    begin = first + split * share
+    return begin, jnp.minimum(begin + share, last)
 
 
 class WarpKeys:
@@ -128,22 +143,7 @@ class WarpKeys:
         self.memory = on.thread // WARP * shape.warp_words  # the warp's own
         self.g, self.t = self.lane // QUAD, self.lane % QUAD
         self.token, self.piece = self.lane // shape.pieces, self.lane % shape.pieces  # that it copies, the first ones
-        self.known = part.position + part.count
-
-    def bounds(self) -> tuple[Any, Any]:
-        """Return the first chunk of the part and the one after the last. A part has a chunk for each warp, or none."""
-        s, on = self.shape, self.on
-        first = self.known * 0
-        if s.window:
-            behind = self.part.position - (s.window - 1)
-            first = on.select(behind > 0, behind, 0) // CHUNK
-        last = (self.known + (CHUNK - 1)) // CHUNK
-        turns = WARPS * s.splits
-        share = (last - first + (turns - 1)) // turns * WARPS
-        begin = first + self.part.split * share
-        end = on.at_most(begin + share, last)
-        self.last = on.at_most(end * CHUNK, self.known) - 1  # key that is read
-        return begin, end
+        self.last = on.at_most(part.end * CHUNK, part.position + part.count) - 1  # key that is read
 
     def pages(self, chunk: Any) -> list:
         """Return the first slot of the page of a chunk, or of the pages of both halves."""

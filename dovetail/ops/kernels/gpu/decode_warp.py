@@ -40,8 +40,7 @@ def attend(on: Any, part: WarpPart, refs: list, shape: WarpShape) -> None:
     """Attend to a part of the keys and store the output and, if there are several parts, its log-sum-exp."""
     tables, q, pages, sinks, out, lse, held, stats = refs
     warp = WarpKeys(on, part, tables, pages, held, shape)
-    begin, end = warp.bounds()
-    first = begin + on.thread // WARP
+    first = part.begin + on.thread // WARP
     page = warp.pages(first)
     for ahead in range(shape.stages - 1):
         warp.copy(first + ahead * WARPS, page, ahead * shape.chunk_words + warp.memory)
@@ -65,13 +64,19 @@ def attend(on: Any, part: WarpPart, refs: list, shape: WarpShape) -> None:
         sums = _add(on, sums, warp.values(here), weights, shape)
         return sums, page, warp.after(slot)
 
-    sums, *_ = on.loop(first, end, WARPS, turn, (start, page, part.split * 0))
+    sums, *_ = on.loop(first, part.end, WARPS, turn, (start, page, part.split * 0))
     places = _places(on, part, sinks, shape)
     on.await_copies(0)
     on.meet()
     _hold(on, sums, held, stats, shape)
     on.barrier()
     _store(on, part, places, out, lse, held, stats, shape)
+
+
+def skip(on: Any, part: WarpPart, lse: Any, s: WarpShape) -> None:
+    """Store that a part has no keys."""
+    row, is_one = column_of(on, part, on.thread, s)
+    on.store(lse, row + part.split * (s.tokens * s.heads), on.constant(HIDDEN), is_one)
 
 
 # --- the softmax ------------------------------------------------------------------------------------------------------
