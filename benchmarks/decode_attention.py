@@ -1,8 +1,8 @@
 """Paged attention of few tokens per sequence on a GPU: hold the kernels to the reference, then time them.
 
 `python benchmarks/decode_attention.py [check] [time] [variants]`, or `quick [heads ..]`. `triton` is
-ops/kernels/gpu/paged.py, `mosaic` ops/kernels/gpu/decode.py (Hopper), `groups` the same without its kernel of warps,
-`reference` XLA's. `variants` times the kernel of warps with other numbers of chunks under way and of parts. The rate
+ops/kernels/gpu/paged.py, `mosaic` ops/kernels/gpu/decode.py (Hopper), `reference` XLA's. `variants` times the latter
+with other numbers of chunks under way and of parts. The rate
 counts the bytes of keys and values that a step has to read, with the scales of int8. A variant that fails is printed
 and left out. `quick` takes a minute: it checks some steps and prints the profiler's microseconds of attention, of the
 join of its parts, and of the other kernels.
@@ -77,7 +77,6 @@ def mosaic(ctx: Paged, q: jax.Array, pages: jax.Array, **options: Any) -> jax.Ar
 KERNELS: dict[str, Callable] = {
     "triton": paged.paged_attention,
     "mosaic": mosaic,
-    "groups": functools.partial(mosaic, by_warps=False),
 }
 
 
@@ -187,7 +186,7 @@ def measure() -> None:
 
 
 def compare() -> None:
-    """Print the rates of variants of the kernel of warps, those of each step one after the other."""
+    """Print the rates of variants of the kernel for Hopper, those of each step one after the other."""
     for step in ("512 x 640", "512 x 2048", "64 x 2048", "1 x 32768", "16 of 32 x 7000"):
         for dtype in DTYPES[:2]:
             for options in ({}, *VARIANTS, {}):
@@ -201,7 +200,7 @@ def compare() -> None:
 
 
 def quick(names: Sequence[str]) -> None:
-    """Check some steps, then print the times of the kernels of Triton and of warps for these heads."""
+    """Check some steps, then print the times of both kernels for these heads."""
     with ThreadPoolExecutor(12) as pool:
         cases = [
             *itertools.product(((32, 8, 128), (64, 8, 64), (32, 4, 128)), ("decode", "drafts"), DTYPES[:2], (0,)),

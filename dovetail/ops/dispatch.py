@@ -29,7 +29,6 @@ from dovetail.ops.capabilities import (
     has_triton,
     is_hopper,
     is_one_gpu,
-    tries_unmeasured,
 )
 from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
@@ -129,8 +128,8 @@ def why_not_mosaic(
     """Return why attention to pages is not left to the kernel for prompts, or None."""
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
-    if tables is None or q.shape[0] <= FEW_TOKENS * tables.shape[0]:
-        return "few new tokens per sequence"
+    if tables is None or (has_triton() and q.shape[0] <= FEW_TOKENS * tables.shape[0]):
+        return "few new tokens per sequence"  # which Triton's kernel takes if `why_not_decode`
     from dovetail.ops.kernels.gpu.prompt import why_not_prompt
 
     return why_not_prompt(q, pages, block_mask)
@@ -140,8 +139,6 @@ def why_not_mosaic_decode(
     platform: str, q: Any, placement: Placement | None, tables: Any, pages: Any, block_mask: bool
 ) -> str | None:
     """Return why attention to pages is not left to the kernel for few new tokens per sequence, or None."""
-    if has_triton() and not tries_unmeasured():
-        return "Triton's kernel is there"
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
     if tables is None or pages is None:

@@ -1,4 +1,4 @@
-"""Paged attention of few tokens per sequence on Hopper: the kernels on a CPU and lowered, and where they are chosen."""
+"""Paged attention of few tokens per sequence on Hopper: the kernel on a CPU and lowered, and where it is chosen."""
 
 from __future__ import annotations
 
@@ -7,49 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
-from jax._src.state.types import TransformedRef, TransposeTransform
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
 from dovetail.ops import dispatch
-from dovetail.ops.kernels.gpu import decode, decode_kernel
+from dovetail.ops.kernels.gpu import decode
 from dovetail.ops.paged import paged_attention as reference
 from dovetail.ops.paged import round_rows
 
 pytestmark = pytest.mark.slow
-
-# heads, new tokens of each sequence, its length after them, tokens of a page, parts, options
-CASES = {
-    "decode": ((8, 2, 64), [1, 1], [130, 40], 16, 1, {}),
-    "parts": ((8, 2, 128), [1, 1], [200, 40], 16, 2, {"window": 70, "softcap": 5.0, "sinks": np.arange(8) / 4}),
-    "drafts": ((6, 2, 64), [2, 5], [2, 100], 8, 2, {"sinks": np.ones(6)}),
-    "one tile": ((4, 2, 256), [8], [130], 128, 1, {"window": 100}),
-}
-
-
-@pytest.fixture
-def interpret(monkeypatch):
-    """Interpret without layouts, of which the interpreter of jax 0.10 knows as little as of transposed references."""
-
-    def value(x):
-        if isinstance(x, TransformedRef) and isinstance(x.transforms[-1], TransposeTransform):
-            return TransformedRef(x.ref, tuple(x.transforms[:-1]))[...].T
-        return x[...]
-
-    def wgmma(acc, a, b):  # each accumulator has one product
-        acc[...] = jnp.dot(value(a), value(b), preferred_element_type=jnp.float32)
-
-    def store_turned(ref, x):
-        ref[...] = x.astype(ref.dtype).T
-
-    monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
-    monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    monkeypatch.setattr(decode_kernel, "ACC", plgpu.SMEM)
-    monkeypatch.setattr(decode_kernel, "load_raw", lambda ref, layout: ref[...])
-    monkeypatch.setattr(decode_kernel, "_store_turned", store_turned)
-    with force_gpu_interpret_mode(InterpretGPUParams()):
-        yield
 
 
 def step(counts: list[int], lengths: list[int], page: int) -> tuple[Paged, np.ndarray]:
@@ -65,24 +30,7 @@ def step(counts: list[int], lengths: list[int], page: int) -> tuple[Paged, np.nd
     return Paged(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, cu, [len(counts)]))), used
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("parts", jnp.bfloat16),
-        ("drafts", jnp.float8_e4m3fn),
-        *(pytest.param(name, jnp.bfloat16, marks=pytest.mark.thorough) for name in ("decode", "drafts", "one tile")),
-        *(
-            pytest.param(name, jnp.float8_e4m3fn, marks=pytest.mark.thorough)
-            for name in ("decode", "parts", "one tile")
-        ),
-    ],
-)
-def test_the_kernel_equals_the_reference(interpret, name, dtype):
-    got, expected = both(*CASES[name], dtype, by_warps=False)
-    np.testing.assert_allclose(got, expected, atol=0.01)
-
-
-def both(heads, counts, lengths, page, splits, options, dtype, **how) -> tuple[jax.Array, jax.Array]:
+def both(heads, counts, lengths, page, splits, options, dtype) -> tuple[jax.Array, jax.Array]:
     """Return what the kernel computes over pages with NaN in unused slots, and the reference."""
     N, K, H = heads
     ctx, used = step(counts, lengths, page)
@@ -92,12 +40,12 @@ def both(heads, counts, lengths, page, splits, options, dtype, **how) -> tuple[j
     options = {key: jnp.asarray(x, jnp.float32) if key == "sinks" else x for key, x in options.items()}
     expected = reference(ctx, q.astype(jnp.float32), pages, scale=H**-0.5, **options)
     pages = jnp.where(used[:, :, None, None], pages, jnp.nan).astype(dtype)  # as a page's last use may have left it
-    got = decode.paged_attention(ctx, q, pages, scale=H**-0.5, splits=splits, **options, **how)
+    got = decode.paged_attention(ctx, q, pages, scale=H**-0.5, splits=splits, **options)
     return got.astype(jnp.float32), expected
 
 
-# of tiles of at most 16 columns: new tokens by the query heads of a key head, rounded up to a power of two
-OF_WARPS = {
+# heads, new tokens of each sequence, its length after them, tokens of a page, parts, options
+CASES = {
     "decode": ((8, 2, 64), [1, 1], [130, 40], 16, 1, {}),
     "parts": ((8, 2, 128), [1, 1], [200, 40], 32, 2, {"window": 70, "softcap": 5.0, "sinks": np.arange(8) / 4}),
     "drafts": ((6, 2, 64), [2, 5], [2, 100], 8, 3, {"sinks": np.ones(6)}),  # two tiles of a sequence
@@ -112,15 +60,15 @@ OF_WARPS = {
     ("name", "dtype"),
     [
         pytest.param(name, dtype, marks=() if i % 2 == j else pytest.mark.thorough)
-        for i, name in enumerate(OF_WARPS)
+        for i, name in enumerate(CASES)
         for j, dtype in enumerate((jnp.float8_e4m3fn, jnp.bfloat16))
     ],
 )
-def test_the_kernel_of_warps_equals_the_reference(monkeypatch, name, dtype):
+def test_the_kernel_equals_the_reference(monkeypatch, name, dtype):
     monkeypatch.setattr(decode, "_call_warps", decode_warps.call_warps)
     monkeypatch.setattr(decode, "_join_parts", decode._join_parts.__wrapped__)
     monkeypatch.setattr(decode, "launch", decode_warps.launch)
-    got, expected = both(*OF_WARPS[name], dtype)
+    got, expected = both(*CASES[name], dtype)
     np.testing.assert_allclose(got, expected, atol=0.01)
 
 
@@ -134,25 +82,24 @@ def test_keys_in_parts_fill_the_chip():
 
 
 def test_tiles_of_drafts_fit_into_registers():
-    # tokens, sequences, query heads of a key head, dims: tokens of a tile for warps
+    # tokens, sequences, query heads of a key head, dims: tokens of a tile
     cases = {
         **{(64, 64, 4, 128): 4, (192, 64, 4, 128): 4, (320, 64, 4, 128): 5, (512, 64, 4, 128): 6},
         **{(192, 64, 8, 128): 3, (320, 64, 8, 128): 3, (448, 64, 8, 128): 0, (192, 64, 8, 64): 3},
         **{(64, 64, 16, 128): 1, (192, 64, 16, 128): 0, (64, 64, 4, 256): 2, (64, 64, 32, 128): 0},
     }
-    assert {case: decode._tokens_of_warps(*case) for case in cases} == cases
+    assert {case: decode._tokens_of_tile(*case) for case in cases} == cases
 
 
-@pytest.mark.parametrize("by_warps", [False, True])
 @pytest.mark.parametrize(("heads", "dtype"), [((8, 2, 128), "bfloat16"), ((16, 2, 64), "float8_e4m3fn")])
-def test_the_kernel_lowers_for_a_gpu(heads, dtype, by_warps):
+def test_the_kernel_lowers_for_a_gpu(heads, dtype):
     N, K, H = heads
     ctx, used = step([3, 1], [40, 200], 16)
     q, pages = (jax.ShapeDtypeStruct(s, t) for s, t in (((4, N, H), jnp.bfloat16), ((*used.shape, 2 * K, H), dtype)))
-    options = dict(scale=0.1, window=300, softcap=30.0, by_warps=by_warps, splits=2)
+    options = dict(scale=0.1, window=300, softcap=30.0, splits=2)
     run = jax.jit(lambda ctx, q, pages: decode.paged_attention(ctx, q, pages, **options))
     text = run.trace(ctx, q, pages).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1 + by_warps  # the parts are joined by a kernel too
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # the parts are joined by a kernel too
 
 
 @pytest.mark.parametrize(
@@ -161,9 +108,10 @@ def test_the_kernel_lowers_for_a_gpu(heads, dtype, by_warps):
         ({}, "mosaic_decode"),
         ({"pages": jnp.float8_e4m3fn}, "mosaic_decode"),
         ({"pages": jnp.int8}, "reference"),
-        ({"triton": True}, "triton"),
-        ({"triton": True, "unmeasured": "1"}, "mosaic_decode"),
-        ({"triton": True, "unmeasured": "1", "pages": jnp.int8}, "triton"),
+        ({"triton": True}, "mosaic_decode"),
+        ({"triton": True, "pages": jnp.int8}, "triton"),
+        ({"triton": True, "heads": 256}, "triton"),  # more query heads of a key head than a tile has columns
+        ({"heads": 256}, "reference"),
         ({"hopper": False}, "reference"),
         ({"tokens": 57}, "reference"),  # more than 8 per sequence
         ({"dim": 32}, "reference"),
@@ -172,14 +120,13 @@ def test_the_kernel_lowers_for_a_gpu(heads, dtype, by_warps):
         ({"block_mask": True}, "reference"),
     ],
 )
-def test_dispatch_takes_the_kernel_for_few_tokens_where_there_is_no_triton(change, name, monkeypatch):
+def test_dispatch_takes_the_kernel_for_few_tokens_on_hopper(change, name, monkeypatch):
     usual = {"tokens": 56, "dim": 128, "page": 16, "dtype": jnp.bfloat16, "block_mask": False, "hopper": True}
-    case = usual | {"triton": False, "pages": None, "unmeasured": "0"} | change
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", case["unmeasured"])
+    case = usual | {"triton": False, "pages": None, "heads": 32} | change
     monkeypatch.setattr(dispatch, "has_triton", lambda: case["triton"])
     monkeypatch.setattr(dispatch, "is_hopper", lambda: case["hopper"])
     monkeypatch.setattr(dispatch, "has_fp8", lambda: True)
-    q = jax.ShapeDtypeStruct((case["tokens"], 32, case["dim"]), case["dtype"])
+    q = jax.ShapeDtypeStruct((case["tokens"], case["heads"], case["dim"]), case["dtype"])
     pages = jax.ShapeDtypeStruct((64, case["page"], 16, case["dim"]), case["dtype"])
     if case["pages"]:
         pages = jax.eval_shape(lambda x: round_rows(x, jnp.dtype(case["pages"])), pages)
