@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
-from dovetail.ops.kernels.gpu import packed_product
+from dovetail.ops.kernels.gpu import packed_fp8, packed_product
 from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, Tiles, begin_stores, shared_tiles
 from dovetail.ops.kernels.gpu.packed_codes import PRODUCT, REGISTER, ROWS, in_order
 
@@ -37,7 +39,8 @@ PIECE = 64  # values of a row that are unpacked at a time: their registers are h
 SHARED = 222 * 1024  # bytes of shared memory of a program
 LEAST_STAGES, MOST_STAGES = 3, 8
 REGISTERS = {3: (160, 32), 2: (232, 40)}  # of a thread that computes and of one that copies, by the workers
-MOST_SUMS = 80  # of these registers, with three workers
+NO_VECTORS = ("codes", "lanes")  # of the inputs
+MOST_SUMS, MOST_FP8_SUMS = 80, 72  # of these registers, with three workers
 
 
 class PipelinePlan(NamedTuple):
@@ -45,6 +48,7 @@ class PipelinePlan(NamedTuple):
 
     part: packed_product.Plan
     workers: int  # warpgroups that compute
+    is_fp8: bool = False  # with the arithmetic of packed_fp8
 
     @property
     def parts(self) -> int:
@@ -52,8 +56,15 @@ class PipelinePlan(NamedTuple):
         return self.workers * self.part.names
 
 
+def takes_fp8(form: Format) -> bool:
+    """Return whether products with this format are those of e4m3 numbers; DOVETAIL_UNMEASURED_KERNELS=2: of bf16."""
+    return form.name in ("mxfp4", "fp8") and os.environ.get("DOVETAIL_UNMEASURED_KERNELS") != "2"
+
+
 def most_tokens(form: Format) -> int:
     """Return the most tokens of a tile."""
+    if takes_fp8(form):
+        return packed_fp8.MOST_TOKENS
     return MOST_TOKENS[0 if form.name == "mxfp4" else form.group]
 
 
@@ -68,6 +79,10 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1) -> 
 
 
 def _plan(form: Format, N: int, shape: tuple[int, ...], names: int) -> PipelinePlan:
+    if takes_fp8(form):
+        part = packed_product.Plan(form, N, packed_fp8.STEP, form.group or packed_fp8.STEP, shape[-1], names, 1, 1, 0)
+        workers = 3 if (names + 1) * N // 2 <= MOST_FP8_SUMS else 2  # with the accumulators of one part
+        return PipelinePlan(_with_stages(part, workers), workers, is_fp8=True)
     part = packed_product.Plan(form, N, 128, form.group or PIECE, shape[-1], names, 1, 1, 0)
     sums = names * N // 2 * (1 + part.scales_sums)
     wide = (256, 192, 128) if form.name == "mxfp4" else (128,)
@@ -129,22 +144,27 @@ def product(
     out = weights[0]["codes"].shape[1]
     kinds = ("codes", "scale", "zero")[: 3 if p.part.form.name == "uint4" else 2]
     arrays = {kind: [packed_product.in_blocks(kind, w[kind], p.part) for w in weights] for kind in kinds}
+    dtype = x.dtype
+    if p.is_fp8:
+        x, greatest = packed_fp8.halves(x, p.part.form.name)
+        arrays |= {"token": [greatest] * p.part.names, "lanes": [packed_fp8.tables().view(np.int32).reshape(-1)]}
+    else:
+        x = in_order(x, p.part.form.name)
     leaves, tree = jax.tree.flatten(arrays | ({"bias": biases} if biases else {}))
-    x = in_order(x, p.part.form.name)
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
         inputs = jax.tree.unflatten(tree, refs[:-1])
         body = functools.partial(_program, p, epilogue, reads, table_ref, x_ref, inputs, refs[-1])
-        pl.run_scoped(body, *_memory(p, inputs, x.dtype), collective_axes="warpgroup")
+        pl.run_scoped(body, *_memory(p, inputs, dtype), collective_axes="warpgroup")
 
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((tiles.R, out), x.dtype),
+        out_type=jax.ShapeDtypeStruct((tiles.R, out), dtype),
         grid=(PROGRAMS,),
         grid_names=("program",),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
-        kernel_name=f"packed_pipeline_{p.part.form.name}",
+        kernel_name=f"packed_pipeline_{p.part.form.name}" + "_fp8" * p.is_fp8,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles.table, x, *leaves)
 
@@ -154,10 +174,20 @@ def _memory(p: PipelinePlan, inputs: dict[str, list], dtype: Any) -> PipelineMem
     part, per_byte = p.part, CODES[p.part.form.name][1]
     width = part.inner // per_byte
     swizzle = math.gcd(128, max(PIECE, part.form.group) // per_byte, part.size // per_byte)
-    vectors = {kind: _vector(refs[0], p.parts, kind == "bias") for kind, refs in inputs.items() if kind != "codes"}
+    vectors = {kind: _vector(refs[0], p.parts, kind, part.N) for kind, refs in inputs.items() if kind not in NO_VECTORS}
+    codes, tokens = (part.stages, p.parts, ROWS, width), packed_product.token_memory(part, dtype)
+    memory = packed_product.tiled_memory(codes, inputs["codes"][0].dtype, swizzle)
+    if p.is_fp8:
+        tokens = packed_product.tiled_memory((part.stages, 2, part.N, part.inner), packed_fp8.E4M3, part.inner)
+        # threads read mxfp4's codes of 16 bytes, in this order without conflicts
+        memory = (
+            plgpu.SMEM(codes, jnp.uint8)
+            if per_byte == 2
+            else packed_product.tiled_memory(codes, packed_fp8.E4M3, part.inner)
+        )
     return PipelineMemory(
-        packed_product.tiled_memory((part.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
-        packed_product.token_memory(part, dtype),
+        memory,
+        tokens,
         vectors,
         shared_tiles((p.workers, 1, part.N, ROWS), dtype),
         plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=part.stages),
@@ -167,9 +197,11 @@ def _memory(p: PipelinePlan, inputs: dict[str, list], dtype: Any) -> PipelineMem
     )
 
 
-def _vector(ref: Any, parts: int, is_bias: bool) -> Any:
-    """Return shared memory for the scales, zero points or biases of an item; copies go to multiples of 128 bytes."""
-    if is_bias or len(ref.shape) == 2:
+def _vector(ref: Any, parts: int, kind: str, N: int) -> Any:
+    """Return shared memory for what _copy_vectors copies; copies go to multiples of 128 bytes."""
+    if kind == "token":
+        return plgpu.SMEM((parts, pl.cdiv(N, 32) * 32), ref.dtype)
+    if kind == "bias" or len(ref.shape) == 2:
         return plgpu.SMEM((parts, ROWS), ref.dtype)
     *rows, width = ref.shape[1:]
     whole = max(1, 128 // (width * jnp.dtype(ref.dtype).itemsize))
@@ -207,7 +239,8 @@ def _program(
         plgpu.barrier_arrive(shared.vectors_released)
         for slot in range(p.part.stages - 1):  # the first step releases the last one
             plgpu.barrier_arrive(shared.released.at[slot])
-        slot = over(functools.partial(_compute_item, p, epilogue, shared, worker, out_ref))
+        table = packed_fp8.lane_tables(inputs["lanes"][0]) if p.is_fp8 and p.part.form.name == "mxfp4" else []
+        slot = over(functools.partial(_compute_item, p, epilogue, shared, worker, out_ref, table))
         plgpu.barrier_arrive(shared.released.at[_previous(slot, p)])
         plgpu.wait_smem_to_gmem(0)
 
@@ -238,21 +271,22 @@ def _copy_item(
 
     def step(i: Any, slot: Any) -> Any:
         # The scales come after the steps for which slots are free while the last item is computed.
-        pl.when(i == min(part.stages, part.steps) - 1)(lambda: _copy_vectors(shared, inputs, item, parts))
+        pl.when(i == min(part.stages, part.steps) - 1)(lambda: _copy_vectors(part.N, shared, inputs, item, parts))
         plgpu.barrier_wait(shared.released.at[slot])
         for which, (name, block) in enumerate(parts):
             codes = inputs["codes"][name].at[item.expert, pl.ds(block * ROWS, ROWS), pl.ds(i * width, width)]
             plgpu.copy_gmem_to_smem(codes, shared.codes.at[slot, which], shared.loaded.at[slot])
         # values past the end of rows, and rows past the last one, are zeros
-        tokens = x_ref.at[pl.ds(item.source, part.N), pl.ds(i * part.inner, part.inner)]
+        rows = (slice(None),) * p.is_fp8 + (pl.ds(item.source, part.N),)
+        tokens = x_ref.at[*rows, pl.ds(i * part.inner, part.inner)]
         plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot], shared.loaded.at[slot])
         return _next(slot, p)
 
     lax.fori_loop(0, part.steps, step, slot)
 
 
-def _copy_vectors(shared: PipelineMemory, inputs: dict[str, list], item: TileRows, parts: list) -> None:
-    """Copy the scales, zero points and biases of an item."""
+def _copy_vectors(N: int, shared: PipelineMemory, inputs: dict[str, list], item: TileRows, parts: list) -> None:
+    """Copy the scales, zero points and biases of an item, and its tokens' magnitudes."""
     per_expert = inputs["codes"][0].shape[1] // ROWS
     plgpu.barrier_wait(shared.vectors_released)
     for kind, target in shared.vectors.items():
@@ -260,6 +294,8 @@ def _copy_vectors(shared: PipelineMemory, inputs: dict[str, list], item: TileRow
             ref = inputs[kind][name]
             if kind == "bias":
                 ref, into = ref.at[item.expert, pl.ds(block * ROWS, ROWS)], target.at[i]
+            elif kind == "token":
+                ref, into = ref.at[pl.ds(item.source, N)], target.at[i, pl.ds(0, N)]
             else:
                 ref = ref.at[item.expert * per_expert + block]
                 into = target.at[i, pl.ds(0, ref.shape[0])]
@@ -267,14 +303,23 @@ def _copy_vectors(shared: PipelineMemory, inputs: dict[str, list], item: TileRow
 
 
 def _compute_item(
-    p: PipelinePlan, epilogue: Callable, shared: PipelineMemory, worker: Any, out_ref: Any, item: TileRows, slot: Any
-) -> None:
+    p: PipelinePlan, epilogue: Callable, shared: PipelineMemory, worker: Any, out_ref: Any, table: list,
+    item: TileRows, slot: Any,
+) -> None:  # fmt: skip
     """Compute a worker's rows of an item, and store them."""
     part, first = p.part, worker * p.part.parts
     vectors = {kind: [ref.at[first + i] for i in range(part.parts)] for kind, ref in shared.vectors.items()}
     plgpu.barrier_wait(shared.vectors_loaded)
-    sums = _sums(p, shared, WorkerView(first, vectors), slot)
-    sums = packed_product.finished(part, sums, vectors)
+    own = WorkerView(first, vectors)
+    if p.is_fp8:
+
+        def release(slot: Any) -> None:
+            plgpu.barrier_arrive(shared.released.at[_previous(slot, p)])
+
+        sums, greatest = packed_fp8.sums(part, shared, own, slot, table, release, functools.partial(_next, p=p))
+        sums = packed_fp8.finished(part, sums, greatest, vectors)
+    else:
+        sums = packed_product.finished(part, _sums(p, shared, own, slot), vectors)
     plgpu.barrier_arrive(shared.vectors_released)
     block = jnp.minimum(item.block + worker, out_ref.shape[1] // ROWS - 1)
     results, rows = shared.results.at[worker], [pl.ds(block * ROWS, ROWS)]
