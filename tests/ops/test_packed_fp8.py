@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from ops.test_routing import Memory, Shared, Simulated
 
 from dovetail.ops.kernels.gpu import packed_fp8 as kernel
+from dovetail.ops.kernels.gpu.mosaic.halves import split
 from dovetail.ops.quant.unpack import E2M1_VALUES
 
 THREADS, ROWS, SIZE = 128, 64, 128
@@ -128,3 +130,47 @@ def test_rows_are_padded_and_in_the_order_of_threads():
     assert list(got[:16]) == [1, 2, 3, 4, 33, 34, 35, 36, 65, 66, 67, 68, 97, 98, 99, 100]
     assert list(got[16:20]) == [5, 6, 7, 8]
     assert sorted(got)[96:] == list(range(1, 161))
+
+
+class SimulatedHalves(Simulated):
+    """Run the operations of mosaic.halves.Halves."""
+
+    def two_words(self, ref, row, size, chunk):
+        return [ref[(row * size // 4 + chunk) * 2 + i] for i in range(2)]
+
+    def store_word(self, ref, place, value, where):
+        ref.store(place, value, np.broadcast_to(where, np.shape(place)))
+
+    def greater(self, x, y):
+        return np.maximum(x, y)
+
+    def as_float(self, x):
+        return np.ascontiguousarray(np.broadcast_to(x, (self.programs, THREADS)).astype(np.int32)).view(np.float32)
+
+    def narrow(self, a, b):
+        low, high = (x.astype(E4M3).view(np.uint8).astype(np.int32) for x in (a, b))
+        return low | high << 8
+
+    def widen(self, pair):
+        return [(pair >> at & 255).astype(np.uint8).view(E4M3).astype(np.float32) for at in (0, 8)]
+
+
+@pytest.mark.parametrize(("size", "permutes"), [(2880, True), (96, True), (768, False)])
+def test_a_kernel_splits_rows(size, permutes):
+    rng, T, R = np.random.default_rng(size), 7, 16
+    x = (rng.normal(size=(T, size)) * 2.0 ** rng.integers(-7, 1, size=(T, size))).astype(jnp.bfloat16)
+    x[2] = 0
+    token = rng.integers(0, T, size=R).astype(np.int32)
+    token[3] = -5  # of no token
+    width = -(-size // 128) * 128 if permutes else size
+    both, greatest, shared = Memory(R * width // 2, np.int32), Memory(R, np.float32), Shared(R, 4)
+    on = SimulatedHalves(R, [shared])
+    row = np.arange(R, dtype=np.int32)[:, None] + 0 * on.thread
+    options = {"R": R, "T": T, "size": size, "width": width, "permutes": permutes}
+    split(on, row, x.reshape(-1).view(np.int32), token, both, greatest, shared, **options)
+    assert (both.times == 1).all() and (greatest.times == 1).all()
+    name = "mxfp4" if permutes else "fp8"
+    expected = kernel.halves(jnp.asarray(x[np.where(token < 0, T - 1, token)]), name)
+    got = both.values.view(E4M3).reshape(2, R, width)
+    np.testing.assert_array_equal(got.astype(np.float32), np.asarray(expected[0]).astype(np.float32))
+    np.testing.assert_array_equal(greatest.values, np.asarray(expected[1]))

@@ -21,6 +21,7 @@ N tokens of a tile, R rows of tokens, G blocks of a row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,18 +38,19 @@ from jax.extend.mlir.dialects import arith, vector
 
 from dovetail.ops.kernels.gpu import packed_product
 from dovetail.ops.kernels.gpu.experts import ACC
+from dovetail.ops.kernels.gpu.mosaic import halves as mosaic_halves
+from dovetail.ops.kernels.gpu.mosaic.halves import STEP
 from dovetail.ops.kernels.gpu.mosaic.threads import ALL, WARP, Number, Threads
 from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PRODUCT, REGISTER, ROWS
 from dovetail.ops.kernels.gpu.warp_ops import c, int32, thread
 
 E4M3 = jnp.float8_e4m3fn
-STEP = 128  # values of a row: four blocks of mxfp4
 MOST_TOKENS = 80  # of a tile: each has sums in the accumulators and in other registers
 PER_TOKEN = plgpu.Layout.WGMMA.reduce(0)  # of a number for each column of a product
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # of a number for each thread
 TOP = 6  # the greatest block's numbers are times 2^TOP: 6 x 2^6 = 384 is below e4m3's 448
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-TOKEN_TOP = 7  # a token's greatest magnitude is in [2^7, 2^8)
+TOKEN_TOP = mosaic_halves.TOP
 SIGNS, CODES = 0x80808080, 0x77777777
 
 
@@ -80,6 +82,22 @@ def halves(x: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
     if name == "mxfp4":
         both = in_order(jnp.pad(both, ((0, 0), (0, 0), (0, -x.shape[-1] % STEP))))
     return both.astype(E4M3), greatest
+
+
+def split_rows(x: jax.Array, source: tuple[jax.Array, jax.Array] | None, name: str) -> tuple[jax.Array, jax.Array]:
+    """Return what `halves` does, by one kernel on a GPU.
+
+    Args:
+        x: The rows.
+        source: Tokens [T, in] and the index of each row among them, from which it is gathered instead of x.
+        name: The format of the weights.
+    """
+    tokens, index = source or (x, np.arange(len(x), dtype=np.int32))
+    kernel = functools.partial(mosaic_halves.split_rows, permutes=name == "mxfp4")
+    otherwise = functools.partial(halves, name=name)
+    return lax.platform_dependent(
+        x, tokens, index, cuda=lambda _, tokens, index: kernel(tokens, index), default=lambda x, *_: otherwise(x)
+    )
 
 
 def factor_of(greatest: jax.Array) -> jax.Array:
