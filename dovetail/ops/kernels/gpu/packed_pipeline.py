@@ -40,7 +40,7 @@ SHARED, FP8_SHARED = 222 * 1024, 226 * 1024  # bytes of shared memory of a progr
 LEAST_STAGES, MOST_STAGES = 3, 8
 REGISTERS = {3: (160, 32), 2: (232, 40)}  # of a thread that computes and of one that copies, by the workers
 NO_VECTORS = ("codes", "lanes")  # of the inputs
-MOST_SUMS, MOST_FP8_SUMS = 80, 72  # of these registers, with three workers
+MOST_SUMS, MOST_FP8_SUMS = 80, 80  # of these registers, with three workers
 
 
 class PipelinePlan(NamedTuple):
