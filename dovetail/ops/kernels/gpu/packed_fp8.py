@@ -8,7 +8,7 @@ e4m3 numbers in registers, about nine instructions for eight codes:
 - The power of two is the block's scale relative to the greatest one of its row, 2^6. The row's multiplies the sums.
 - Lane i of a warp holds the table of 2^(6 - i), which a block's threads get by SHFL.
 
-Blocks with scales down to 2^-11 of their row's greatest are exact; smaller numbers are rounded to multiples of 2^-15 of
+Blocks with scales down to 2^-14 of their row's greatest are exact; smaller numbers are rounded to multiples of 2^-15 of
 that scale, or 2^-18 of the greatest number that a row could have.
 
 A thread takes all 16 bytes of a block, and its quad four blocks of a row, so that it reads one scale for 32 values. The
@@ -22,7 +22,7 @@ N tokens of a tile, R rows of tokens, G blocks of a row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -130,7 +130,7 @@ def in_order(x: jax.Array) -> jax.Array:
 # --- registers --------------------------------------------------------------------------------------------------------
 
 
-def numbers_of_word(on: Any, word: Any, table: tuple[Any, Any]) -> list:
+def numbers_of_word(on: Any, word: Any, table: Sequence) -> list:
     """Return the 8 codes of a word as two words of 4 e4m3 numbers each.
 
     Args:
@@ -169,7 +169,7 @@ class Registers(Threads):
         """Return the number of the thread in its program."""
         return Word(thread())
 
-    def at_most(self, x: Word, most: int) -> Word:
+    def at_most(self, x: Number, most: int) -> Word:
         """Return the lesser one of integers without a sign: of a negative x, `most`."""
         return Word(arith.minui(x.value, c(most)))
 

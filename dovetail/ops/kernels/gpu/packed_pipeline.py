@@ -198,7 +198,7 @@ def _memory(p: PipelinePlan, inputs: dict[str, list], dtype: Any) -> PipelineMem
         tokens,
         vectors,
         shared_tiles((p.workers, 1, part.N, ROWS), dtype),
-        plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=part.stages),
+        plgpu.Barrier(num_arrivals=p.parts + 1 + p.is_fp8, num_barriers=part.stages),
         plgpu.Barrier(num_arrivals=p.workers, num_barriers=part.stages),
         plgpu.Barrier(num_arrivals=p.parts * len(vectors), num_barriers=p.buffers),
         plgpu.Barrier(num_arrivals=p.workers, num_barriers=p.buffers),
@@ -289,13 +289,30 @@ def _copy_item(
         for which, (name, block) in enumerate(parts):
             codes = inputs["codes"][name].at[item.expert, pl.ds(block * ROWS, ROWS), pl.ds(i * width, width)]
             plgpu.copy_gmem_to_smem(codes, shared.codes.at[slot, which], shared.loaded.at[slot])
-        # values past the end of rows, and rows past the last one, are zeros
-        rows = (slice(None),) * p.is_fp8 + (pl.ds(item.source, part.N),)
-        tokens = x_ref.at[*rows, pl.ds(i * part.inner, part.inner)]
-        plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot], shared.loaded.at[slot])
+        columns = pl.ds(i * part.inner, part.inner)
+        if p.is_fp8:
+            _copy_halves(part.N, shared, x_ref, item, columns, slot)
+        else:  # values past the end of rows, and rows past the last one, are zeros
+            tokens = x_ref.at[pl.ds(item.source, part.N), columns]
+            plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot], shared.loaded.at[slot])
         return _next(slot, p)
 
     lax.fori_loop(0, part.steps, step, slot)
+
+
+def _copy_halves(N: int, shared: PipelineMemory, x_ref: Any, item: TileRows, columns: Any, slot: Any) -> None:
+    """Copy both numbers of a tile's tokens, without most of the rows past the last token.
+
+    These rows of shared memory have any numbers, and their sums are not stored.
+    """
+    step = CHUNK if N <= 40 else 2 * CHUNK
+    for rows in range(N, 0, -step):
+
+        @pl.when((item.count <= rows) & (item.count > rows - step))
+        def _(rows: int = rows) -> None:
+            for half in range(2):
+                tokens = x_ref.at[half, pl.ds(item.source, rows), columns]
+                plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot, half, pl.ds(0, rows)], shared.loaded.at[slot])
 
 
 def _copy_vectors(N: int, shared: PipelineMemory, inputs: dict[str, list], item: TileRows, parts: list) -> None:
