@@ -40,6 +40,7 @@ SHARED, FP8_SHARED = 222 * 1024, 226 * 1024  # bytes of shared memory of a progr
 LEAST_STAGES, MOST_STAGES = 3, 8
 REGISTERS = {3: (160, 32), 2: (232, 40)}  # of a thread that computes and of one that copies, by the workers
 NO_VECTORS = ("codes", "lanes")  # of the inputs
+FP8_REGISTERS = {3: (152, 56), 2: (224, 56)}  # there are more kinds of copies
 MOST_SUMS, MOST_FP8_SUMS = 80, 80  # of these registers, with three workers
 
 
@@ -225,6 +226,7 @@ def _program(
     program, worker = lax.axis_index("program"), lax.axis_index("warpgroup")
     per_tile = pl.cdiv(out_ref.shape[1], p.workers * ROWS)
     items = table_ref.shape[1] * per_tile
+    registers = (FP8_REGISTERS if p.is_fp8 else REGISTERS)[p.workers]
 
     def over(run: Callable) -> Any:
         """Call run(item, its first slot) for each item in use; return the slot after the last one."""
@@ -245,7 +247,7 @@ def _program(
 
     @pl.when(worker < p.workers)
     def _compute() -> None:
-        plgpu.set_max_registers(REGISTERS[p.workers][0], action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         for buffer in range(p.buffers):
             plgpu.barrier_arrive(shared.vectors_released.at[buffer])
         for slot in range(p.part.stages - 1):  # the first step releases the last one
@@ -257,7 +259,7 @@ def _program(
 
     @pl.when(worker == p.workers)
     def _copy() -> None:
-        plgpu.set_max_registers(REGISTERS[p.workers][1], action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
         over(functools.partial(_copy_item, p, shared, x_ref, inputs))
         for buffer in range(p.buffers):  # nothing arrives in a program that has ended
             plgpu.barrier_wait(shared.vectors_released.at[buffer])
