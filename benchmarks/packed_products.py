@@ -7,8 +7,9 @@ tokens, tiles that end past the rows, and parts of the input. `--time` prints mi
 bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
 and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
 that fails is printed, and the others go on. `--unmeasured` adds lines of the kernels that DOVETAIL_UNMEASURED_KERNELS=1
-chooses (packed_turns.py for up to 8 tokens, packed_pipeline.py for experts of more), and `--plans` some with other
-plans of the first.
+chooses (packed_turns.py for up to 8 tokens, packed_pipeline.py for experts of more), for experts in mxfp4 and fp8 also
+of the pipeline's products of bf16 numbers (DOVETAIL_UNMEASURED_KERNELS=2), and `--plans` some with other plans of the
+first.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
 
 
 @contextlib.contextmanager
-def planned(plan: Callable | None) -> Iterator[None]:
+def planned(plan: Callable | None, value: str = "1") -> Iterator[None]:
     """Choose kernels that have not been measured, the persistent programs with this plan, or none of these kernels."""
     before = os.environ.get(UNMEASURED), packed_turns.plan
-    os.environ[UNMEASURED], packed_turns.plan = str(int(plan is not None)), plan or packed_turns.plan
+    os.environ[UNMEASURED], packed_turns.plan = value if plan else "0", plan or packed_turns.plan
     for product in (packed_matmul, few_token_packed_experts):
         cast(Any, product).clear_cache()  # they are traced with the plan
     try:
@@ -85,13 +86,16 @@ def planned(plan: Callable | None) -> Iterator[None]:
         os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
 
 
-def variants(is_asked: bool) -> Iterator[str]:
+def variants(is_asked: bool, has_bf16: bool = False) -> Iterator[str]:
     """Choose the default kernels, and those that have not been measured if asked; yield a note for each."""
     with planned(None):
         yield ""
     if is_asked:
         with planned(packed_turns.plan):
             yield ", unmeasured"
+    if is_asked and has_bf16:
+        with planned(packed_turns.plan, "2"):
+            yield ", unmeasured, bf16"
 
 
 def error(got: jax.Array, expected: jax.Array) -> float:
@@ -238,7 +242,7 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int], u
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        for note in variants(unmeasured and form is not None):
+        for note in variants(unmeasured and form is not None, T > packed_few.FEW and name != "int4"):
             label = f"{what}, {name}, {T}{note}"
             reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 

@@ -37,7 +37,7 @@ def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
 
 def tries_unmeasured() -> bool:
     """Return whether kernels that have never run on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
-    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") == "1"
+    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") in ("1", "2")
 
 
 @functools.cache

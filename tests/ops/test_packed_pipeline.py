@@ -12,9 +12,10 @@ from ops.test_packed_product import FORMATS, a_weight, interpreted, some_experts
 
 from dovetail.core.formats import Format
 from dovetail.ops.glu import Glu
+from dovetail.ops.kernels.gpu import packed_fp8, packed_product, packed_weights
 from dovetail.ops.kernels.gpu import packed_pipeline as kernel
-from dovetail.ops.kernels.gpu import packed_weights
 from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles
+from dovetail.ops.kernels.gpu.packed_codes import ROWS
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +34,41 @@ def a_table(counts: list[int]) -> tuple[np.ndarray, int]:
 
 @contextlib.contextmanager
 def two_programs(monkeypatch):
-    """Interpret the kernel with programs that take several items each."""
+    """Interpret the kernel with programs that take several items each, and formulas of arrays for those of threads."""
+
+    def greatest_scales(ref, groups):
+        return scales_of(ref, groups).max(axis=1)
+
+    def fragment(codes, scales, groups, step, greatest, _table):
+        found = codes[...]
+        values = e2m1(jnp.stack([found & 15, found >> 4], axis=-1).reshape(len(found), -1).astype(jnp.int32))
+        blocks = jnp.minimum(step * 4 + jnp.arange(128) // 32, groups - 1)
+        relative = jnp.take(scales_of(scales, groups), blocks, axis=1) - greatest[:, None] + packed_fp8.TOP
+        return packed_fp8.in_order(values * jnp.exp2(relative.astype(jnp.float32))).astype(packed_fp8.E4M3)
+
+    def add_product(acc, weights, tokens):
+        weights = weights if isinstance(weights, jax.Array) else weights[...]
+        weights = weights.astype(jnp.bfloat16) if weights.dtype == packed_fp8.E4M3 else weights
+        of_bf16(acc, weights, tokens)
+
     with interpreted(monkeypatch), monkeypatch.context() as patch:
         patch.setattr(kernel, "PROGRAMS", 2)
+        patch.setattr(packed_fp8, "lane_tables", lambda _: [])
+        for stand_in in (greatest_scales, fragment):
+            patch.setattr(packed_fp8, stand_in.__name__, stand_in)
+        of_bf16 = packed_product.add_product
+        patch.setattr(packed_product, "add_product", add_product)
         yield
+
+
+def e2m1(code):
+    whole = jnp.exp2(((code & 7) >> 1).astype(jnp.float32) - 1)
+    size = jnp.where(code & 7 < 2, (code & 1) * 0.5, whole * (1 + (code & 1) * 0.5))
+    return jnp.where(code >> 3 == 1, -size, size)
+
+
+def scales_of(ref, groups):
+    return ref[...].reshape(-1)[: ROWS * groups].reshape(ROWS, groups).astype(jnp.int32)
 
 
 # name: (rows of a weight, values of a row, tokens of the tiles, warpgroups that compute, weights)
@@ -48,13 +80,23 @@ CASES = {
     "int4 in groups of 32": (64, 192, [16], 2, 1),
     "uint4": (64, 192, [16], 3, 1),
 }
+OF_FP8 = {"mxfp4": (192, 320, [16, 9], 2, 2), "fp8": (192, 320, [16], 2, 1), "fp8 in groups": (64, 256, [16, 3], 2, 2)}
+
+
+@pytest.mark.parametrize("name", OF_FP8)
+def test_tiles_by_products_of_e4m3_numbers(monkeypatch, name):
+    _check_tiles(monkeypatch, name, *OF_FP8[name])
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("mxfp4", "fp8", "int4") else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
+    "name", [n if n in ("mxfp4", "int4") else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
 )
 def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
-    out, size, counts, workers, names = CASES[name]
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "2")
+    _check_tiles(monkeypatch, name, *CASES[name])
+
+
+def _check_tiles(monkeypatch, name, out, size, counts, workers, names):
     form, rng = FORMATS[name], np.random.default_rng(out)
     table, R = a_table(counts)
     x = jnp.asarray(rng.normal(size=(R, size)), jnp.bfloat16)
@@ -74,13 +116,16 @@ def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
         np.testing.assert_allclose(got[first : first + count], jax.jit(glu)(*sums), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize(("value", "T"), [("1", 40), ("0", 40), pytest.param("1", 8, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("value", "T"), [("1", 40), ("2", 40), ("0", 40), pytest.param("1", 8, marks=pytest.mark.thorough)]
+)
 def test_experts_take_the_pipeline_where_it_is_asked_for(monkeypatch, value, T):
     monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", value)
     run = untraced(packed_weights.few_token_packed_experts)
     traced = jax.jit(lambda *args: run(*args, GLU)).trace(*some_experts(T, FORMATS["mxfp4"]))
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("packed_pipeline_mxfp4" in lowered) == (value == "1" and T > CHUNK)
+    assert ("packed_pipeline_mxfp4" in lowered) == (value != "0" and T > CHUNK)
+    assert ("packed_pipeline_mxfp4_fp8" in lowered) == (value == "1" and T > CHUNK)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +137,14 @@ def test_experts_take_the_pipeline_where_it_is_asked_for(monkeypatch, value, T):
         (Format("int4"), 16, (64, 64), 1, (3, 128, 2)),
     ],
 )
-def test_plans(form, N, shape, names, expected):
+def test_plans(monkeypatch, form, N, shape, names, expected):
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "2")
     tiles = Tiles(jnp.zeros((N, shape[1])), jnp.zeros((4, 1), jnp.int32), jnp.zeros((N, 1), jnp.int32), N, N)
     p = kernel.plan(form, tiles, shape, names)
     assert (p.workers, p.part.inner, p.part.stages) == expected
 
 
-def test_scales_that_do_not_fit_are_left_to_the_other_kernel():
+def test_scales_that_do_not_fit_are_left_to_the_other_kernel(monkeypatch):
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "2")
     assert kernel.fits(FORMATS["mxfp4"], (2880, 2880), 2)
     assert not kernel.fits(FORMATS["mxfp4"], (14336, 14336), 2)

@@ -77,7 +77,7 @@ def interpreted(monkeypatch):
 
     def add_product(acc, weights, tokens):
         def run(left, right):
-            left[...], right[...] = weights, tokens[...].T
+            left[...], right[...] = weights, tokens[...].T.astype(weights.dtype)
             plgpu.wgmma(acc, left, right)
 
         pl.run_scoped(run, plgpu.REGS(weights.shape, weights.dtype), plgpu.REGS(tokens.shape[::-1], weights.dtype))

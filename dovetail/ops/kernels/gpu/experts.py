@@ -77,6 +77,7 @@ class Tiles(NamedTuple):
     row: jax.Array  # [T, k] int32: the rows written for a token
     N: int
     R: int  # rows written
+    source: tuple[jax.Array, jax.Array] | None = None  # tokens, and the index of each row of x among them
 
 
 def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
@@ -101,7 +102,7 @@ def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int = MAX_TOKEN
     T, k = chosen.shape
     sizes = Sizes(T, k, E, tokens_of_tile(T * k, E, most, slack), CHUNK)
     table, row, token = arrangement(sizes, functools.partial(places, sizes=sizes))(chosen)
-    return Tiles(x[token], table, row, sizes.N, sizes.rows)
+    return Tiles(x[token], table, row, sizes.N, sizes.rows, (x, token))
 
 
 def places(chosen: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -17,27 +17,31 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.formats import CODES, Format
-from dovetail.ops.kernels.gpu import packed_product
+from dovetail.ops.kernels.gpu import packed_fp8, packed_product
 from dovetail.ops.kernels.gpu.experts import ACC, CHUNK, Tiles, begin_stores, shared_tiles
 from dovetail.ops.kernels.gpu.packed_codes import PRODUCT, REGISTER, ROWS, in_order
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM)
 MOST_TOKENS = packed_product.MOST_TOKENS | {0: 128}  # of a tile, by the group of scales that multiply sums
 PIECE = 64  # values of a row that are unpacked at a time: their registers are held until they are multiplied
-SHARED = 222 * 1024  # bytes of shared memory of a program
+SHARED, FP8_SHARED = 222 * 1024, 226 * 1024  # bytes of shared memory of a program
 LEAST_STAGES, MOST_STAGES = 3, 8
 REGISTERS = {3: (160, 32), 2: (232, 40)}  # of a thread that computes and of one that copies, by the workers
-MOST_SUMS = 80  # of these registers, with three workers
+NO_VECTORS = ("codes", "lanes")  # of the inputs
+FP8_REGISTERS = {3: (152, 56), 2: (224, 56)}  # there are more kinds of copies
+MOST_SUMS, MOST_FP8_SUMS = 80, 80  # of these registers, with three workers
 
 
 class PipelinePlan(NamedTuple):
@@ -45,6 +49,8 @@ class PipelinePlan(NamedTuple):
 
     part: packed_product.Plan
     workers: int  # warpgroups that compute
+    is_fp8: bool = False  # with the arithmetic of packed_fp8
+    buffers: int = 1  # of scales and biases: with two, the next item's arrive while an item is computed
 
     @property
     def parts(self) -> int:
@@ -52,8 +58,15 @@ class PipelinePlan(NamedTuple):
         return self.workers * self.part.names
 
 
+def takes_fp8(form: Format) -> bool:
+    """Return whether products with this format are those of e4m3 numbers; DOVETAIL_UNMEASURED_KERNELS=2: of bf16."""
+    return form.name in ("mxfp4", "fp8") and os.environ.get("DOVETAIL_UNMEASURED_KERNELS") != "2"
+
+
 def most_tokens(form: Format) -> int:
     """Return the most tokens of a tile."""
+    if takes_fp8(form):
+        return packed_fp8.MOST_TOKENS
     return MOST_TOKENS[0 if form.name == "mxfp4" else form.group]
 
 
@@ -68,6 +81,13 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1) -> 
 
 
 def _plan(form: Format, N: int, shape: tuple[int, ...], names: int) -> PipelinePlan:
+    if takes_fp8(form):
+        part = packed_product.Plan(form, N, packed_fp8.STEP, form.group or packed_fp8.STEP, shape[-1], names, 1, 1, 0)
+        workers = 3 if (names + 1) * N // 2 <= MOST_FP8_SUMS else 2  # with the accumulators of one part
+        tried = [
+            PipelinePlan(_with_stages(part, workers, buffers, FP8_SHARED), workers, True, buffers) for buffers in (2, 1)
+        ]
+        return next((p for p in tried if p.part.stages >= LEAST_STAGES), tried[1])
     part = packed_product.Plan(form, N, 128, form.group or PIECE, shape[-1], names, 1, 1, 0)
     sums = names * N // 2 * (1 + part.scales_sums)
     wide = (256, 192, 128) if form.name == "mxfp4" else (128,)
@@ -84,11 +104,13 @@ def _cost(p: PipelinePlan) -> tuple[int, ...]:
     return -min(p.part.stages, LEAST_STAGES), -p.workers, p.part.steps * p.part.inner, p.part.steps
 
 
-def _with_stages(part: packed_product.Plan, workers: int) -> packed_product.Plan:
+def _with_stages(
+    part: packed_product.Plan, workers: int, buffers: int = 1, shared: int = SHARED
+) -> packed_product.Plan:
     """Return the plan with as many stages as there is shared memory for."""
     step = workers * part.names * ROWS * part.inner // CODES[part.form.name][1] + part.N * part.inner * 2
-    vectors = part.names * (ROWS * packed_product.scale_bytes(part.form, part.size) + 512)
-    fitting = (SHARED - workers * (vectors + ROWS * part.N * 2)) // step
+    vectors = part.names * (ROWS * packed_product.scale_bytes(part.form, part.size) + 448)
+    fitting = (shared - workers * (buffers * vectors + ROWS * part.N * 2)) // step
     return part._replace(stages=min(fitting, MOST_STAGES, max(2, part.steps)))
 
 
@@ -97,7 +119,7 @@ class PipelineMemory(NamedTuple):
 
     codes: Any  # [stages, workers x parts, 64, bytes]
     x: Any  # [stages, N, inner]
-    vectors: dict[str, Any]  # scales, zero points and biases [workers x parts, ..]
+    vectors: dict[str, Any]  # scales, zero points and biases [buffers x workers x parts, ..]
     results: Any  # [workers, 1, N, 64]
     loaded: Any
     released: Any
@@ -113,6 +135,7 @@ class TileRows(NamedTuple):
     target: Any  # first row written
     count: Any  # of tokens
     block: Any  # the first one, of 64 rows
+    buffer: Any  # of its scales and biases
 
 
 def product(
@@ -129,22 +152,27 @@ def product(
     out = weights[0]["codes"].shape[1]
     kinds = ("codes", "scale", "zero")[: 3 if p.part.form.name == "uint4" else 2]
     arrays = {kind: [packed_product.in_blocks(kind, w[kind], p.part) for w in weights] for kind in kinds}
+    dtype = x.dtype
+    if p.is_fp8:
+        x, greatest = packed_fp8.split_rows(x, tiles.source if x is tiles.x else None, p.part.form.name)
+        arrays |= {"token": [greatest] * p.part.names, "lanes": [packed_fp8.tables().view(np.int32).reshape(-1)]}
+    else:
+        x = in_order(x, p.part.form.name)
     leaves, tree = jax.tree.flatten(arrays | ({"bias": biases} if biases else {}))
-    x = in_order(x, p.part.form.name)
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
         inputs = jax.tree.unflatten(tree, refs[:-1])
         body = functools.partial(_program, p, epilogue, reads, table_ref, x_ref, inputs, refs[-1])
-        pl.run_scoped(body, *_memory(p, inputs, x.dtype), collective_axes="warpgroup")
+        pl.run_scoped(body, *_memory(p, inputs, dtype), collective_axes="warpgroup")
 
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((tiles.R, out), x.dtype),
+        out_type=jax.ShapeDtypeStruct((tiles.R, out), dtype),
         grid=(PROGRAMS,),
         grid_names=("program",),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
-        kernel_name=f"packed_pipeline_{p.part.form.name}",
+        kernel_name=f"packed_pipeline_{p.part.form.name}" + "_fp8" * p.is_fp8,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles.table, x, *leaves)
 
@@ -154,22 +182,35 @@ def _memory(p: PipelinePlan, inputs: dict[str, list], dtype: Any) -> PipelineMem
     part, per_byte = p.part, CODES[p.part.form.name][1]
     width = part.inner // per_byte
     swizzle = math.gcd(128, max(PIECE, part.form.group) // per_byte, part.size // per_byte)
-    vectors = {kind: _vector(refs[0], p.parts, kind == "bias") for kind, refs in inputs.items() if kind != "codes"}
+    parts = p.buffers * p.parts
+    vectors = {kind: _vector(refs[0], parts, kind, part.N) for kind, refs in inputs.items() if kind not in NO_VECTORS}
+    codes, tokens = (part.stages, p.parts, ROWS, width), packed_product.token_memory(part, dtype)
+    memory = packed_product.tiled_memory(codes, inputs["codes"][0].dtype, swizzle)
+    if p.is_fp8:
+        tokens = packed_product.tiled_memory((part.stages, 2, part.N, part.inner), packed_fp8.E4M3, part.inner)
+        # threads read mxfp4's codes of 16 bytes, in this order without conflicts
+        memory = (
+            plgpu.SMEM(codes, jnp.uint8)
+            if per_byte == 2
+            else packed_product.tiled_memory(codes, packed_fp8.E4M3, part.inner)
+        )
     return PipelineMemory(
-        packed_product.tiled_memory((part.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, swizzle),
-        packed_product.token_memory(part, dtype),
+        memory,
+        tokens,
         vectors,
         shared_tiles((p.workers, 1, part.N, ROWS), dtype),
-        plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=part.stages),
+        plgpu.Barrier(num_arrivals=p.parts + 1 + p.is_fp8, num_barriers=part.stages),
         plgpu.Barrier(num_arrivals=p.workers, num_barriers=part.stages),
-        plgpu.Barrier(num_arrivals=p.parts * len(vectors)),
-        plgpu.Barrier(num_arrivals=p.workers),
+        plgpu.Barrier(num_arrivals=p.parts * len(vectors), num_barriers=p.buffers),
+        plgpu.Barrier(num_arrivals=p.workers, num_barriers=p.buffers),
     )
 
 
-def _vector(ref: Any, parts: int, is_bias: bool) -> Any:
-    """Return shared memory for the scales, zero points or biases of an item; copies go to multiples of 128 bytes."""
-    if is_bias or len(ref.shape) == 2:
+def _vector(ref: Any, parts: int, kind: str, N: int) -> Any:
+    """Return shared memory for what _copy_vectors copies; copies go to multiples of 128 bytes."""
+    if kind == "token":
+        return plgpu.SMEM((parts, pl.cdiv(N, 32) * 32), ref.dtype)
+    if kind == "bias" or len(ref.shape) == 2:
         return plgpu.SMEM((parts, ROWS), ref.dtype)
     *rows, width = ref.shape[1:]
     whole = max(1, 128 // (width * jnp.dtype(ref.dtype).itemsize))
@@ -185,37 +226,43 @@ def _program(
     program, worker = lax.axis_index("program"), lax.axis_index("warpgroup")
     per_tile = pl.cdiv(out_ref.shape[1], p.workers * ROWS)
     items = table_ref.shape[1] * per_tile
+    registers = (FP8_REGISTERS if p.is_fp8 else REGISTERS)[p.workers]
 
     def over(run: Callable) -> Any:
         """Call run(item, its first slot) for each item in use; return the slot after the last one."""
 
-        def body(turn: Any, slot: Any) -> Any:
+        def body(turn: Any, carry: tuple) -> tuple:
+            slot, buffer = carry
             at = program + turn * PROGRAMS
             tile = lax.div(at, per_tile)
             expert, source, target, count = (table_ref[i, tile] for i in (0, reads, 2, 3))
             source, target = pl.multiple_of(source, CHUNK), pl.multiple_of(target, CHUNK)
-            item = TileRows(expert, source, target, count, lax.rem(at, per_tile) * p.workers)
+            item = TileRows(expert, source, target, count, lax.rem(at, per_tile) * p.workers, buffer)
             pl.when(count > 0)(lambda: run(item, slot))
-            return jnp.where(count > 0, lax.rem(slot + p.part.steps, p.part.stages), slot)
+            after = lax.rem(slot + p.part.steps, p.part.stages), lax.rem(buffer + 1, p.buffers)
+            return tuple(jnp.where(count > 0, new, old) for new, old in zip(after, carry, strict=True))
 
         mine = lax.div(items - program + PROGRAMS - 1, PROGRAMS)
-        return lax.fori_loop(0, mine, body, jnp.int32(0))
+        return lax.fori_loop(0, mine, body, (jnp.int32(0), jnp.int32(0)))[0]
 
     @pl.when(worker < p.workers)
     def _compute() -> None:
-        plgpu.set_max_registers(REGISTERS[p.workers][0], action="increase")
-        plgpu.barrier_arrive(shared.vectors_released)
+        plgpu.set_max_registers(registers[0], action="increase")
+        for buffer in range(p.buffers):
+            plgpu.barrier_arrive(shared.vectors_released.at[buffer])
         for slot in range(p.part.stages - 1):  # the first step releases the last one
             plgpu.barrier_arrive(shared.released.at[slot])
-        slot = over(functools.partial(_compute_item, p, epilogue, shared, worker, out_ref))
+        table = packed_fp8.lane_tables(inputs["lanes"][0]) if p.is_fp8 and p.part.form.name == "mxfp4" else []
+        slot = over(functools.partial(_compute_item, p, epilogue, shared, worker, out_ref, table))
         plgpu.barrier_arrive(shared.released.at[_previous(slot, p)])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(worker == p.workers)
     def _copy() -> None:
-        plgpu.set_max_registers(REGISTERS[p.workers][1], action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
         over(functools.partial(_copy_item, p, shared, x_ref, inputs))
-        plgpu.barrier_wait(shared.vectors_released)  # nothing arrives in a program that has ended
+        for buffer in range(p.buffers):  # nothing arrives in a program that has ended
+            plgpu.barrier_wait(shared.vectors_released.at[buffer])
         for slot in range(p.part.stages):
             plgpu.barrier_wait(shared.released.at[slot])
 
@@ -237,45 +284,76 @@ def _copy_item(
     parts = [(name, jnp.minimum(item.block + i, last)) for i in range(p.workers) for name in range(part.names)]
 
     def step(i: Any, slot: Any) -> Any:
-        # The scales come after the steps for which slots are free while the last item is computed.
-        pl.when(i == min(part.stages, part.steps) - 1)(lambda: _copy_vectors(shared, inputs, item, parts))
+        # Into a single buffer scales come after the steps for which slots are free while the last item is computed.
+        first = min(part.stages, part.steps) - 1 if p.buffers == 1 else 0
+        pl.when(i == first)(lambda: _copy_vectors(part.N, shared, inputs, item, parts))
         plgpu.barrier_wait(shared.released.at[slot])
         for which, (name, block) in enumerate(parts):
             codes = inputs["codes"][name].at[item.expert, pl.ds(block * ROWS, ROWS), pl.ds(i * width, width)]
             plgpu.copy_gmem_to_smem(codes, shared.codes.at[slot, which], shared.loaded.at[slot])
-        # values past the end of rows, and rows past the last one, are zeros
-        tokens = x_ref.at[pl.ds(item.source, part.N), pl.ds(i * part.inner, part.inner)]
-        plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot], shared.loaded.at[slot])
+        columns = pl.ds(i * part.inner, part.inner)
+        if p.is_fp8:
+            _copy_halves(part.N, shared, x_ref, item, columns, slot)
+        else:  # values past the end of rows, and rows past the last one, are zeros
+            tokens = x_ref.at[pl.ds(item.source, part.N), columns]
+            plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot], shared.loaded.at[slot])
         return _next(slot, p)
 
     lax.fori_loop(0, part.steps, step, slot)
 
 
-def _copy_vectors(shared: PipelineMemory, inputs: dict[str, list], item: TileRows, parts: list) -> None:
-    """Copy the scales, zero points and biases of an item."""
+def _copy_halves(N: int, shared: PipelineMemory, x_ref: Any, item: TileRows, columns: Any, slot: Any) -> None:
+    """Copy both numbers of a tile's tokens, without most of the rows past the last token.
+
+    These rows of shared memory have any numbers, and their sums are not stored.
+    """
+    step = CHUNK if N <= 40 else 2 * CHUNK
+    for rows in range(N, 0, -step):
+
+        @pl.when((item.count <= rows) & (item.count > rows - step))
+        def _(rows: int = rows) -> None:
+            for half in range(2):
+                tokens = x_ref.at[half, pl.ds(item.source, rows), columns]
+                plgpu.copy_gmem_to_smem(tokens, shared.x.at[slot, half, pl.ds(0, rows)], shared.loaded.at[slot])
+
+
+def _copy_vectors(N: int, shared: PipelineMemory, inputs: dict[str, list], item: TileRows, parts: list) -> None:
+    """Copy the scales, zero points and biases of an item, and its tokens' magnitudes."""
     per_expert = inputs["codes"][0].shape[1] // ROWS
-    plgpu.barrier_wait(shared.vectors_released)
+    plgpu.barrier_wait(shared.vectors_released.at[item.buffer])
     for kind, target in shared.vectors.items():
-        for i, (name, block) in enumerate(parts):
-            ref = inputs[kind][name]
+        for which, (name, block) in enumerate(parts):
+            ref, i = inputs[kind][name], item.buffer * len(parts) + which
             if kind == "bias":
                 ref, into = ref.at[item.expert, pl.ds(block * ROWS, ROWS)], target.at[i]
+            elif kind == "token":
+                ref, into = ref.at[pl.ds(item.source, N)], target.at[i, pl.ds(0, N)]
             else:
                 ref = ref.at[item.expert * per_expert + block]
                 into = target.at[i, pl.ds(0, ref.shape[0])]
-            plgpu.copy_gmem_to_smem(ref, into, shared.vectors_loaded)
+            plgpu.copy_gmem_to_smem(ref, into, shared.vectors_loaded.at[item.buffer])
 
 
 def _compute_item(
-    p: PipelinePlan, epilogue: Callable, shared: PipelineMemory, worker: Any, out_ref: Any, item: TileRows, slot: Any
-) -> None:
+    p: PipelinePlan, epilogue: Callable, shared: PipelineMemory, worker: Any, out_ref: Any, table: list,
+    item: TileRows, slot: Any,
+) -> None:  # fmt: skip
     """Compute a worker's rows of an item, and store them."""
     part, first = p.part, worker * p.part.parts
-    vectors = {kind: [ref.at[first + i] for i in range(part.parts)] for kind, ref in shared.vectors.items()}
-    plgpu.barrier_wait(shared.vectors_loaded)
-    sums = _sums(p, shared, WorkerView(first, vectors), slot)
-    sums = packed_product.finished(part, sums, vectors)
-    plgpu.barrier_arrive(shared.vectors_released)
+    begin = item.buffer * p.parts + first
+    vectors = {kind: [ref.at[begin + i] for i in range(part.parts)] for kind, ref in shared.vectors.items()}
+    plgpu.barrier_wait(shared.vectors_loaded.at[item.buffer])
+    own = WorkerView(first, vectors)
+    if p.is_fp8:
+
+        def release(slot: Any) -> None:
+            plgpu.barrier_arrive(shared.released.at[_previous(slot, p)])
+
+        sums, greatest = packed_fp8.sums(part, shared, own, slot, table, release, functools.partial(_next, p=p))
+        sums = packed_fp8.finished(part, sums, greatest, vectors)
+    else:
+        sums = packed_product.finished(part, _sums(p, shared, own, slot), vectors)
+    plgpu.barrier_arrive(shared.vectors_released.at[item.buffer])
     block = jnp.minimum(item.block + worker, out_ref.shape[1] // ROWS - 1)
     results, rows = shared.results.at[worker], [pl.ds(block * ROWS, ROWS)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's
