@@ -1,7 +1,8 @@
-"""Sample tokens and their log-probabilities from logits in three kernels for Hopper (Pallas, Mosaic GPU).
+"""Sample tokens and their log-probabilities from logits in four kernels for Hopper (Pallas, Mosaic GPU).
 
-`adjust` changes the rows that have a bias, penalties or a mask; `block_sums` reads all logits once; `draw` is a program
-per row. There is no sort, and no branch that waits for the host.
+`adjust` changes the rows that have a bias, penalties or a mask; `block_sums` reads all logits once; `keep` finds what
+truncation keeps of the rows that ask for it, and `draw` is a program per row. There is no sort, and no branch that waits
+for the host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from dovetail.ops.kernels.gpu.mosaic.adjust import adjust
 from dovetail.ops.kernels.gpu.mosaic.blocks import block_sums
 from dovetail.ops.kernels.gpu.mosaic.draw import Scores, draw
+from dovetail.ops.kernels.gpu.mosaic.truncate import keep
 from dovetail.ops.kernels.gpu.noise import BLOCK
 
 ALIGNED = 64  # numbers of 4 bytes
@@ -30,7 +32,8 @@ def sample(
     inputs = jax.tree.map(_own_buffer, inputs)
     logits = adjust(logits.astype(jnp.float32), inputs, history, interpret)
     blocks = logits.reshape(len(logits), -1, BLOCK)
-    return draw(blocks, block_sums(blocks, inputs, interpret), inputs, top, interpret)
+    sums = block_sums(blocks, inputs, interpret)
+    return draw(blocks, sums, keep(blocks, *sums[:2], inputs), inputs, top, interpret)
 
 
 def _own_buffer(x: jax.Array) -> jax.Array:

@@ -1,0 +1,68 @@
+"""Operations of kernels whose programs are 16 warps (MLIR, NVIDIA); tests/row_threads.py has the same on NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.mosaic.gpu import utils
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, scf
+
+from dovetail.ops.kernels.gpu.decode_ops import Warps
+from dovetail.ops.kernels.gpu.mosaic.threads import Number
+
+WARPGROUPS, WARPS, THREADS = 4, 16, 512
+
+
+class Rows(Warps):
+    """Write the operations of a thread of 16 warps. What decides on a branch or a loop is the same in all threads."""
+
+    def barrier(self) -> None:
+        """Wait for the threads of the program, and for what they wrote to shared memory."""
+        self._ask(f"bar.sync {WARPGROUPS + 1}, {THREADS};", [])  # Mosaic has a number for each warpgroup, and 0
+
+    def integer(self, value: int) -> Number:
+        """Return an integer of 32 bits."""
+        return Number(utils.c(value, ir.IntegerType.get_signless(32)))
+
+    def number(self, x: Number) -> Number:
+        """Return an integer as f32."""
+        return Number(arith.sitofp(ir.F32Type.get(), x.value))
+
+    def lesser(self, x: Number, y: Number) -> Number:
+        """Return the lesser integer."""
+        return Number(arith.minsi(x.value, y.value))
+
+    def log(self, x: Number) -> Number:
+        """Return the natural logarithm."""
+        from jaxlib.mlir.dialects import math
+
+        return Number(math.log(x.value))
+
+    def branch(self, truth: Number, body: Callable, carry: Any) -> Any:
+        """Return body(carry), or the carry where not `truth`."""
+        leaves, tree = _flatten(carry)
+        choice = scf.IfOp(truth.value, [x.value.type for x in leaves], has_else=True)
+        for block, run in ((choice.then_block, body), (choice.else_block, lambda x: x)):
+            with ir.InsertionPoint(block):
+                scf.yield_([x.value for x in _flatten(run(carry))[0]])
+        return jax.tree.unflatten(tree, [Number(x) for x in choice.results])
+
+    def repeat(self, goes_on: Callable, body: Callable, carry: Any) -> Any:
+        """Return carry = body(carry) as long as goes_on(carry)."""
+        leaves, tree = _flatten(carry)
+        kinds = [x.value.type for x in leaves]
+        loop = scf.WhileOp(kinds, [x.value for x in leaves])
+        blocks = [region.blocks.append(*kinds) for region in (loop.before, loop.after)]
+        given = [jax.tree.unflatten(tree, [Number(x) for x in block.arguments]) for block in blocks]
+        with ir.InsertionPoint(blocks[0]):
+            scf.condition(goes_on(given[0]).value, list(blocks[0].arguments))
+        with ir.InsertionPoint(blocks[1]):
+            scf.yield_([x.value for x in _flatten(body(given[1]))[0]])
+        return jax.tree.unflatten(tree, [Number(x) for x in loop.results])
+
+
+def _flatten(carry: Any) -> tuple[list[Number], Any]:
+    return jax.tree.flatten(carry, is_leaf=lambda x: isinstance(x, Number))
