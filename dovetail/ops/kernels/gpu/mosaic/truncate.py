@@ -50,7 +50,7 @@ def keep(logits: jax.Array, maxima: jax.Array, masses: jax.Array, inputs: Any) -
     given = [inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, maxima, masses, logits]
     numbers, integers = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
     out = [numbers((S,)), numbers((S,)), integers((S,)), integers((S, LISTED)), numbers((S, Mp))]
-    shared = (SLOTS + 1) * THREADS, 3 * WARPS, FEW
+    shared = (SLOTS + 1) * THREADS, 4 * WARPS, FEW
     program = functools.partial(truncate, M=M, Mp=Mp)
     return Kept(*launch("truncate_rows", program, given, out, S, shared, Rows(), WARPGROUPS))
 
@@ -86,7 +86,9 @@ class Line:
 
     def distances(self, place: Any, top: Any) -> list[Any]:
         """Return the distances of the four tokens from `place` on."""
-        return [self.on.as_integer(top - x) for x in self.on.floats(self.logits, self.row * (self.M * BLOCK) + place, 4)]
+        return [
+            self.on.as_integer(top - x) for x in self.on.floats(self.logits, self.row * (self.M * BLOCK) + place, 4)
+        ]
 
     def over(self, top: Any, use: Callable, carry: Any) -> Any:
         """Return carry = use(distance, carry) over a thread's share of the row."""
@@ -102,23 +104,48 @@ class Line:
 
         return on.loop(on.integer(0), on.integer(size), step, turn, carry)
 
-    def all_of(self, xs: list[Any], join: Callable) -> list[Any]:
-        """Return the numbers of all threads joined, in every thread the same."""
-        on = self.on
-        for bits in (1, 2, 4, 8, 16):
-            xs = [join(x, on.other_lane(x, bits)) for x in xs]
-        for i, x in enumerate(xs):
-            on.store(self.sums, self.warp + i * WARPS, on.as_integer(x))  # by all lanes: without a branch
-        on.barrier()
-        xs = [on.as_float(on.load(self.sums, self.lane % WARPS + i * WARPS)) for i in range(len(xs))]
-        for bits in (1, 2, 4, 8):
-            xs = [join(x, on.other_lane(x, bits)) for x in xs]
-        on.barrier()
-        return xs
+    def maximum(self, x: Any) -> Any:
+        """Return the greatest number of all threads."""
+        return self._joined(x, self.on.maximum)
 
     def sum(self, xs: list[Any]) -> list[Any]:
-        """Return the sums over all threads."""
-        return self.all_of(xs, lambda x, y: x + y)
+        """Return the sums of up to four numbers over all threads, in every thread the same."""
+        if len(xs) == 1:
+            return [self._joined(xs[0], lambda x, y: x + y)]
+        on, lane = self.on, self.lane
+        is_odd, is_upper = lane % 2 > 0, lane % 4 > 1
+        a, b, c, d = [*xs, *[on.constant(0.0)] * (4 - len(xs))]
+        # exchanges take the longest: each lane goes on with one of the four sums
+        kept, given = ([on.select(is_upper, *pair) for pair in pairs] for pairs in (((c, a), (d, b)), ((a, c), (b, d))))
+        a, b = (x + on.other_lane(y, 2) for x, y in zip(kept, given, strict=True))
+        x = on.select(is_odd, b, a) + on.other_lane(on.select(is_odd, a, b), 1)
+        for bits in (4, 8, 16):
+            x = x + on.other_lane(x, bits)
+        on.store(self.sums, lane % 4 * WARPS + self.warp, on.as_integer(x))  # by all lanes: without a branch
+        on.barrier()
+        first = lane % 4 * WARPS + lane // 4
+        x, y = (on.as_float(on.load(self.sums, first + at)) for at in (0, WARP // 4))
+        x = x + y
+        for bits in (4, 8, 16):
+            x = x + on.other_lane(x, bits)
+        y = on.other_lane(x, 1)
+        a, b = on.select(is_odd, y, x), on.select(is_odd, x, y)
+        c, d = on.other_lane(a, 2), on.other_lane(b, 2)
+        on.barrier()
+        found = [on.select(is_upper, *pair) for pair in ((c, a), (d, b), (a, c), (b, d))]
+        return found[: len(xs)]
+
+    def _joined(self, x: Any, join: Callable) -> Any:
+        on = self.on
+        for bits in (1, 2, 4, 8, 16):
+            x = join(x, on.other_lane(x, bits))
+        on.store(self.sums, self.warp, on.as_integer(x))
+        on.barrier()
+        x = on.as_float(on.load(self.sums, self.lane % WARPS))
+        for bits in (1, 2, 4, 8):
+            x = join(x, on.other_lane(x, bits))
+        on.barrier()
+        return x
 
     def greatest(self, x: Any) -> Any:
         """Return the greatest integer of all threads."""
@@ -151,7 +178,7 @@ class Bounds(NamedTuple):
 
 
 def search(line: Line, measure: Callable, target: Any, bounds: Bounds, keys: Callable, goes_on: Callable) -> Bounds:
-    """Narrow the bounds by measures at three `keys` between them at a time, while there are any and `goes_on`."""
+    """Narrow the bounds by measures at some `keys` between them at a time, while there are any and `goes_on`."""
     on = line.on
 
     def turn(bounds: Bounds) -> Bounds:
@@ -170,7 +197,7 @@ def search(line: Line, measure: Callable, target: Any, bounds: Bounds, keys: Cal
 
 def near(high: Any, gap: Any) -> list[Any]:
     """Return keys of which some are close to `high`, where most tokens are."""
-    return [high - (gap >> 1), high - (gap >> 3), high - (gap >> 5)]
+    return [high - (gap >> shift) for shift in (1, 2, 4, 6)]
 
 
 def even(high: Any, gap: Any) -> list[Any]:
@@ -217,11 +244,9 @@ class Truncation:
         numbers = [on.thread + i * THREADS for i in range(-(-line.M // THREADS))]
         places = [line.row * line.Mp + on.at_most(x, line.M - 1) for x in numbers]
         maxima = [on.load(line.maxima, at) for at in places]
-        (top,) = line.all_of([functools.reduce(on.maximum, maxima)], on.maximum)
-        self.top = top
-        distances = [
-            on.select(x < line.M, on.as_integer(top - y), PAST) for x, y in zip(numbers, maxima, strict=True)
-        ]
+        self.top = top = line.maximum(functools.reduce(on.maximum, maxima))
+        differences = [on.at_most(on.as_integer(top - x), PAST) for x in maxima]  # of a NaN with a sign too
+        distances = [on.select(x < line.M, d, PAST) for x, d in zip(numbers, differences, strict=True)]
         weights = [
             on.select(d < FAR, on.load(line.masses, at) * self._weigh(d), 0.0)
             for d, at in zip(distances, places, strict=True)
@@ -368,7 +393,7 @@ class Truncation:
         return Held(own, line.greatest(own), low, end, on.constant(0.0))
 
     def _hold_row(self, weigh: Callable, target: Any, bounds: Bounds) -> Held:
-        """Hold the tokens among which the threshold is; if they do not fit after all, narrow it down to the last bit."""
+        """Hold the tokens among which the threshold is; if they do not fit, narrow it down to the last bit."""
         on, line = self.on, self.line
 
         def too_many(bounds: Bounds) -> Any:
