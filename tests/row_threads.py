@@ -7,6 +7,7 @@ and a write where another thread read or wrote another value; a branch or a loop
 from __future__ import annotations
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPS
@@ -88,6 +89,17 @@ class Rows:
     def log(self, x):
         return np.log(x).astype(np.float32)
 
+    def rsqrt(self, x):
+        return (1 / np.sqrt(x)).astype(np.float32)
+
+    def split(self, word):
+        return self.as_float(word << 16), self.as_float(word & np.int32(-65536))
+
+    def pair(self, x, y, kind):
+        assert kind == "bf16"
+        both = np.stack([self.full(x), self.full(y)], -1).astype(ml_dtypes.bfloat16)
+        return np.ascontiguousarray(both).view(np.int32)[..., 0]
+
     def as_integer(self, x):
         return np.ascontiguousarray(self.full(x, np.float32)).view(np.int32)
 
@@ -125,6 +137,16 @@ class Rows:
     def floats(self, ref, index, count):
         assert (index >= 0).all() and (index % count == 0).all()
         return [ref[index + i] for i in range(count)]
+
+    def words(self, ref, row, width, offset, count):
+        assert (self.full(offset) % (4 * count) == 0).all()
+        first = (self.full(row).astype(np.int64) * width + offset) // 4
+        return [ref.view(np.int32)[first + i] for i in range(count)]
+
+    def store_all(self, ref, index, values, where=None):
+        per = 4 // ref.itemsize
+        for i, x in enumerate(values):
+            self.store(ref.view(np.int32), self.full(index) // per + i, x, where)
 
     def store(self, ref, index, value, where=None):
         where, at, value = self.full(True if where is None else where), self.full(index), self.full(value)

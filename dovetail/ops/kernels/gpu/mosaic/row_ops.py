@@ -11,7 +11,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.ops.kernels.gpu.decode_ops import Warps
-from dovetail.ops.kernels.gpu.mosaic.threads import Number
+from dovetail.ops.kernels.gpu.mosaic.threads import WARP, Number
+from dovetail.ops.kernels.gpu.warp_ops import byte_address, int32, wide
 
 WARPGROUPS, WARPS, THREADS = 4, 16, 512
 
@@ -41,6 +42,30 @@ class Rows(Warps):
 
         return Number(math.log(x.value))
 
+    def words(self, ref: Any, row: Number, width: int, offset: Number, count: int) -> list[Number]:
+        """Load `count` words as Warps.words does, but here: ptxas moves other loads behind a barrier, to their use."""
+        from jaxlib.mlir.dialects import llvm
+
+        pointer = llvm.ptrtoint(
+            ir.IntegerType.get_signless(64), byte_address(ref, wide(row.value), width, offset.value)
+        )
+        registers, results = ",".join(f"${i}" for i in range(count)), ",".join(["=r"] * count)
+        registers = f"{{{registers}}}" if count > 1 else registers
+        kind = int32() if count == 1 else llvm.StructType.get_literal([int32()] * count)
+        text = f"ld.relaxed.gpu.global{'' if count == 1 else f'.v{count}'}.b32 {registers}, [${count}];"
+        found: Any = llvm.inline_asm(kind, [pointer], text, f"{results},l", has_side_effects=True)
+        return [Number(found if count == 1 else llvm.extractvalue(int32(), found, [i])) for i in range(count)]
+
+    def rsqrt(self, x: Number) -> Number:
+        """Return 1 / sqrt(x)."""
+        return self._asm("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", ir.F32Type.get(), x)
+
+    def split(self, word: Number) -> tuple[Number, Number]:
+        """Return the lower and the upper bf16 of a word in f32."""
+        low, high = arith.shli(word.value, utils.c(16, word.value.type)), word.value
+        high = arith.andi(high, utils.c(-65536, word.value.type))
+        return self.as_float(Number(low)), self.as_float(Number(high))
+
     def branch(self, truth: Number, body: Callable, carry: Any) -> Any:
         """Return body(carry), or the carry where not `truth`."""
         leaves, tree = _flatten(carry)
@@ -62,6 +87,25 @@ class Rows(Warps):
         with ir.InsertionPoint(blocks[1]):
             scf.yield_([x.value for x in _flatten(body(given[1]))[0]])
         return jax.tree.unflatten(tree, [Number(x) for x in loop.results])
+
+
+def join_all(on: Any, x: Number, join: Callable, shared: Any) -> Number:
+    """Return the numbers of all threads joined, in every thread the same. A barrier must follow before the next use.
+
+    Args:
+        on: The operations.
+        x: The number of a thread, in f32.
+        join: A commutative function of two numbers.
+        shared: Shared memory for WARPS numbers.
+    """
+    for bits in (1, 2, 4, 8, 16):
+        x = join(x, on.other_lane(x, bits))
+    on.store(shared, on.thread // WARP, on.as_integer(x))  # by all lanes: without a branch
+    on.barrier()
+    x = on.as_float(on.load(shared, on.thread % WARPS))
+    for bits in (1, 2, 4, 8):
+        x = join(x, on.other_lane(x, bits))
+    return x
 
 
 def _flatten(carry: Any) -> tuple[list[Number], Any]:

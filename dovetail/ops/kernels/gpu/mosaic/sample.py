@@ -1,8 +1,8 @@
 """Sample tokens and their log-probabilities from logits in four kernels for Hopper (Pallas, Mosaic GPU).
 
 `adjust` changes the rows that have a bias, penalties or a mask; `block_sums` reads all logits once; `keep` finds what
-truncation keeps of the rows that ask for it; `draw` is a program per row. There is no sort, and no branch that waits for
-the host.
+truncation keeps of the rows that ask for it; `draw` is a program per row. There is no sort, and no branch that waits
+for the host.
 """
 
 from __future__ import annotations

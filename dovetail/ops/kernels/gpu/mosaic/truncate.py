@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, Rows
+from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, Rows, join_all
 from dovetail.ops.kernels.gpu.mosaic.threads import WARP, launch
 from dovetail.ops.kernels.gpu.noise import BLOCK, COLDEST
 
@@ -136,15 +136,8 @@ class Line:
         return found[: len(xs)]
 
     def _joined(self, x: Any, join: Callable) -> Any:
-        on = self.on
-        for bits in (1, 2, 4, 8, 16):
-            x = join(x, on.other_lane(x, bits))
-        on.store(self.sums, self.warp, on.as_integer(x))
-        on.barrier()
-        x = on.as_float(on.load(self.sums, self.lane % WARPS))
-        for bits in (1, 2, 4, 8):
-            x = join(x, on.other_lane(x, bits))
-        on.barrier()
+        x = join_all(self.on, x, join, self.sums)
+        self.on.barrier()
         return x
 
     def greatest(self, x: Any) -> Any:
