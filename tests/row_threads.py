@@ -143,6 +143,11 @@ class Rows:
         first = (self.full(row).astype(np.int64) * width + offset) // 4
         return [ref.view(np.int32)[first + i] for i in range(count)]
 
+    def put(self, ref, row, width, offset, words, where):
+        first = (self.full(row).astype(np.int64) * width + offset) // 4
+        for i, x in enumerate(words):
+            self.store(ref.view(np.int32), first + i, x, where)
+
     def store_all(self, ref, index, values, where=None):
         per = 4 // ref.itemsize
         for i, x in enumerate(values):

@@ -60,12 +60,15 @@ def _small_kernels(platform: str) -> dict[str, str]:
     names, rest = ("norm", "rotation and store", "loss", "layer norm", "sampling"), "reference"
     if not dispatch.is_one_gpu(platform, None):
         return dict.fromkeys(names, rest)
-    rest = "triton" if dispatch.has_triton() else rest
+    has_triton = dispatch.has_triton() and not dispatch.mosaic_alone()
+    rest = "triton" if has_triton else rest
     if why := _why_not_hopper():
         return dict.fromkeys(names, f"{rest} ({why})")
     x, qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (1, 48, 128)))
     found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": _sampling(platform)}
-    if not dispatch.has_triton():
+    if dispatch.mosaic_alone():
+        return found | {"norm": "mosaic", "rotation and store": "mosaic for bf16", "layer norm": "mosaic"}
+    if not has_triton:
         return found | {"rotation and store": rest, "layer norm": "mosaic"}
     stored = f"mosaic; triton for {why_not_store(qkv, 8)}"
     return found | {"rotation and store": stored, "layer norm": "triton (faster than mosaic)"}

@@ -1,4 +1,4 @@
-"""Residual add and RMS norm of few tokens for Hopper (Pallas, Mosaic GPU): 16 warps per token, written thread by thread.
+"""Residual add and RMS norm of few tokens for Hopper (Pallas, Mosaic GPU): 16 warps per token, thread by thread.
 
 A thread reads all it needs at once: what few tokens take is the time that their reads take one after the other.
 
@@ -87,5 +87,7 @@ def normalize(
     scale = on.rsqrt(join_all(on, squares, lambda a, b: a + b, shared) / float(D) + eps)
     if pairs is not None:
         write(others[1], pairs)  # after what threads exchange
-    normed = [[a * scale * (w + offset) for a, w in zip(*both, strict=True)] for both in zip(total, weights, strict=True)]
+    normed = [
+        [a * scale * (w + offset) for a, w in zip(*both, strict=True)] for both in zip(total, weights, strict=True)
+    ]
     write(norm, rounded(normed))

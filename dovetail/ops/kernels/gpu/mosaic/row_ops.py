@@ -56,6 +56,18 @@ class Rows(Warps):
         found: Any = llvm.inline_asm(kind, [pointer], text, f"{results},l", has_side_effects=True)
         return [Number(found if count == 1 else llvm.extractvalue(int32(), found, [i])) for i in range(count)]
 
+    def put(self, ref: Any, row: Number, width: int, offset: Number, words: list[Number], where: Number) -> None:
+        """Store words from byte `offset` of a row of `width` bytes on, in the threads with this condition."""
+        from jaxlib.mlir.dialects import llvm
+
+        branch = scf.IfOp(where.value)
+        with ir.InsertionPoint(branch.then_block):
+            found: Any = llvm.mlir_undef(ir.VectorType.get((len(words),), int32()))
+            for i, x in enumerate(words):
+                found = llvm.insertelement(found, x.value, utils.c(i, int32()))
+            llvm.store(found, byte_address(ref, wide(row.value), width, offset.value))
+            scf.yield_([])
+
     def rsqrt(self, x: Number) -> Number:
         """Return 1 / sqrt(x)."""
         return self._asm("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", ir.F32Type.get(), x)

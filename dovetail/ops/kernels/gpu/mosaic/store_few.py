@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.mosaic.row_ops import Rows
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, Number
-from dovetail.ops.paged import token_places
+from dovetail.ops.paged import is_rounded, round_rows, token_places
 
 DIMS = (32, 64, 128, 256)
 
@@ -64,22 +64,58 @@ def rotate_store(
     heads = Heads(T, count - 2 * K, K, H, pages.shape[0] * pages.shape[1], eps, offset)
     given = [token_places(ctx, pages, T), *tables, *(x.astype(qkv.dtype) for x in norms or ()), qkv]
 
+    programs, out = pl.cdiv(T * count * heads.lanes, THREADS), jax.ShapeDtypeStruct((T, heads.N, H), qkv.dtype)
+    return _run("rotate_store", functools.partial(rotate, heads=heads), given, pages, programs, out)
+
+
+@jax.jit  # equal calls are traced and lowered once
+def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Write as ops.paged.write_heads does: pages [P, page, 2K, H] with k and v [T, K, H]."""
+    if is_rounded(pages):
+        k, v = (round_rows(rows, pages.dtype) for rows in (k, v))
+    k, v = (x.astype(pages.dtype) for x in (k, v))
+    (T, K, H), places = k.shape, pages.shape[0] * pages.shape[1]
+    program = functools.partial(copy, rows=T * K, K=K, width=H * pages.dtype.itemsize, places=places)
+    programs, given = pl.cdiv(T * K * H * pages.dtype.itemsize, 4 * THREADS), [token_places(ctx, pages, T), k, v]
+    return _run("write_pages", program, given, pages, programs, [])[1]
+
+
+def _run(name: str, program: Any, given: list, pages: jax.Array, programs: int, out: Any) -> tuple[Any, jax.Array]:
+    """Run a program of a warpgroup that writes pages in place; return what else it writes, and the pages."""
+
     def body(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), [plgpu.RefType()] * len(refs)))
         def run(_: Any, number: Any, refs: list) -> None:
-            rotate(Rows(), Number(number.registers.flat[0]), *refs, heads=heads)
+            program(Rows(), Number(number.registers.flat[0]), *refs)
 
         run(lax.axis_index("program"), list(refs))  # pyright: ignore[reportCallIssue]
 
-    held = jax.new_ref(pages.reshape(-1, 2 * K, H), memory_space=plgpu.GMEM)  # written in place
+    held = jax.new_ref(pages.reshape(-1, *pages.shape[2:]), memory_space=plgpu.GMEM)
     kernel: Any = pl.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((T, heads.N, H), qkv.dtype),
-        mesh=plgpu.Mesh(grid=(pl.cdiv(T * count * heads.lanes, THREADS),), grid_names=("program",)),
+        out_type=out,
+        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        name="rotate_store",
+        name=name,
     )
-    return kernel(*given, held), jax.freeze(held).reshape(pages.shape)
+    found = kernel(*given, held)
+    return found, jax.freeze(held).reshape(pages.shape)
+
+
+def copy(
+    on: Any, number: Any, place_ref: Any, k: Any, v: Any, pages: Any, *, rows: int, K: int, width: int, places: int
+) -> None:
+    """Copy a word of each of a program's keys and values, whose rows have `width` bytes."""
+    per = width // 4
+    item = number * THREADS + on.thread
+    inside, item = item < rows * per, on.at_most(item, rows * per - 1)
+    row, offset = item // per, item % per * 4
+    place = on.load(place_ref, row // K)
+    words = [on.words(ref, row, width, offset, 1) for ref in (k, v)]
+    inside = inside & (place < places)  # padding has a place past the end
+    to = on.select(inside, (place * K + row % K) * 2, 0)
+    for which, word in enumerate(words):
+        on.put(pages, to + which, width, offset, word, inside)
 
 
 def rotate(on: Any, number: Any, place_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any, heads: Heads) -> None:
@@ -119,11 +155,12 @@ def rotate(on: Any, number: Any, place_ref: Any, cos_ref: Any, sin_ref: Any, *re
     turned = [x * c - y * s for x, y, c, s in pairs], [y * c + x * s for x, y, c, s in pairs]
     is_stored = inside & (head > N - 1) & (place < heads.places)  # padding has a place past the end
     key = head - N
-    to = place * (2 * K) + on.select(is_value, (key - K) * 2 + 1, key * 2)
-    for start, new, old in zip((0, half), turned, own, strict=True):
+    to = on.select(is_stored, place * (2 * K) + on.select(is_value, (key - K) * 2 + 1, key * 2), 0)
+    query = on.select(is_query, token * N + head, 0)
+    for start, new, old in zip((0, H), turned, own, strict=True):
         out = _words(on, [on.select(is_value, y, x) for x, y in zip(new, old, strict=True)])
-        on.store_all(queries, (token * N + head) * H + first + start, out, inside & is_query)
-        on.store_all(pages, to * H + first + start, out, is_stored)
+        on.put(queries, query, H * 2, first * 2 + start, out, inside & is_query)
+        on.put(pages, to, H * 2, first * 2 + start, out, is_stored)
 
 
 def _words(on: Any, numbers: list[Any]) -> list[Any]:
