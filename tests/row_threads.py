@@ -6,33 +6,35 @@ and a write where another thread read or wrote another value; a branch or a loop
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import ml_dtypes
 import numpy as np
 
-from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPS
+from dovetail.ops.kernels.gpu.mosaic import adjust
+from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS
 from dovetail.ops.kernels.gpu.mosaic.threads import WARP
-
-EVERY = np.arange(THREADS, dtype=np.int32)
 
 
 class Shared:
     """Hold a program's shared memory."""
 
-    def __init__(self, size: int) -> None:
-        self.values = np.random.default_rng(0).integers(-(2**31), 2**31, size).astype(np.int32)
+    def __init__(self, size: int, dtype=np.int32) -> None:
+        self.values = np.random.default_rng(0).integers(-(2**31), 2**31, size).astype(dtype)
         self.barrier()
 
     def barrier(self) -> None:
         self.writer, self.reader = (np.full(self.values.shape, -1) for _ in range(2))  # -2: several threads
 
     def load(self, at):
-        assert np.isin(self.writer[at], (-1,)).all() or ((self.writer[at] == -1) | (self.writer[at] == EVERY)).all()
-        self.reader[at] = np.where((self.reader[at] == -1) | (self.reader[at] == EVERY), EVERY, -2)
+        thread = np.arange(len(at))
+        assert ((self.writer[at] == -1) | (self.writer[at] == thread)).all()
+        self.reader[at] = np.where((self.reader[at] == -1) | (self.reader[at] == thread), thread, -2)
         return self.values[at]
 
     def store(self, at, value, where) -> None:
-        at, value, thread = at[where], value[where], EVERY[where]
+        at, value, thread = at[where], value[where], np.flatnonzero(where)
         assert ((self.reader[at] == -1) | (self.reader[at] == thread)).all()
         assert ((self.writer[at] == -1) | (self.writer[at] == thread)).all()
         self.values[at], self.writer[at] = value, thread
@@ -43,13 +45,11 @@ class Shared:
 class Rows:
     """Run the threads of a program."""
 
-    thread = EVERY
-
-    def __init__(self, shared: list[Shared]) -> None:
-        self.shared = shared
+    def __init__(self, shared: list[Shared], threads: int = THREADS) -> None:
+        self.shared, self.thread = shared, np.arange(threads, dtype=np.int32)
 
     def full(self, x, dtype=None):
-        return np.broadcast_to(np.asarray(x, dtype), (THREADS,))
+        return np.broadcast_to(np.asarray(x, dtype), self.thread.shape)
 
     def constant(self, value):
         return self.full(value, np.float32)
@@ -109,7 +109,7 @@ class Rows:
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
     def by_warp(self, reduce, x):
-        return np.repeat(reduce(self.full(x).reshape(WARPS, WARP), axis=-1), WARP).astype(np.int32)
+        return np.repeat(reduce(self.full(x).reshape(-1, WARP), axis=-1), WARP).astype(np.int32)
 
     def total(self, x):
         return self.by_warp(np.sum, x)
@@ -118,11 +118,11 @@ class Rows:
         return self.by_warp(np.max, x)
 
     def below(self, x):
-        warps = self.full(x).reshape(WARPS, WARP)
+        warps = self.full(x).reshape(-1, WARP)
         return (warps.cumsum(axis=-1) - warps).reshape(-1).astype(np.int32)
 
     def other_lane(self, x, bits):
-        return self.full(x)[EVERY ^ bits]
+        return self.full(x)[self.thread ^ bits]
 
     def barrier(self):
         for each in self.shared:
@@ -142,6 +142,13 @@ class Rows:
         assert (self.full(offset) % (4 * count) == 0).all()
         first = (self.full(row).astype(np.int64) * width + offset) // 4
         return [ref.view(np.int32)[first + i] for i in range(count)]
+
+    def load_where(self, ref, row, width, column, where, otherwise):
+        where, at = self.full(where), self.full(row).astype(np.int64) * width + column
+        return self.select(where, ref[np.where(where, at, 0)].astype(otherwise.dtype), otherwise)
+
+    def store_where(self, ref, row, width, column, x, where):
+        self.store(ref, self.full(row).astype(np.int64) * width + column, x, where)
 
     def put(self, ref, row, width, offset, words, where):
         first = (self.full(row).astype(np.int64) * width + offset) // 4
@@ -176,6 +183,24 @@ class Rows:
         while self.one(goes_on(carry)):
             carry = body(carry)
         return carry
+
+
+def simulated_adjust(logits: jax.Array, inputs, history: jax.Array) -> jax.Array:
+    """Do what adjust.adjust does, in a function that is traced."""
+
+    def run(*given):
+        *refs, held = (np.array(x).reshape(-1) for x in given)
+        parts = -(-history.shape[1] // adjust.PART)
+        for row, part in itertools.product(range(len(logits)), range(parts)):
+            memory = Shared(adjust.PART, np.float32)
+            on = Rows([memory], adjust.THREADS)
+            with np.errstate(all="ignore"):
+                adjust.change(on, on.integer(row), on.integer(part), *refs, held, memory, sizes=sizes)
+        return held.reshape(logits.shape)
+
+    given = adjust.given_of(inputs, history)
+    sizes = adjust.sizes_of(logits, inputs, history)
+    return jax.pure_callback(run, jax.ShapeDtypeStruct(logits.shape, logits.dtype), *given, logits)
 
 
 def simulate(name, program, given, out, programs, shared, on, warpgroups) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -12,10 +13,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.test_sample_kernel import KINDS, LISTED, batch, logits_of, map_tree, reference
-from row_threads import simulate, simulated_launch
+from row_threads import simulate, simulated_adjust, simulated_launch
 
 from dovetail.ops import sample as ops
-from dovetail.ops.kernels.gpu.mosaic import adjust, blocks, draw, line, rows, truncate
+from dovetail.ops.kernels.gpu.mosaic import blocks, draw, line, rows, truncate
 from dovetail.ops.kernels.gpu.mosaic.sample import sample
 from dovetail.ops.kernels.gpu.noise import Noise
 
@@ -38,10 +39,11 @@ def interpreted(monkeypatch):
     def store_as(ref, index, x):
         ref[index] = x
 
-    for module in (rows, adjust, blocks, line, draw):
+    for module in (rows, blocks, line, draw):
         monkeypatch.setattr(module, "load_as", load_as, raising=False)
         monkeypatch.setattr(module, "store_as", store_as, raising=False)
     monkeypatch.setattr(truncate, "launch", simulated_launch)
+    monkeypatch.setattr(sys.modules[sample.__module__], "adjust", simulated_adjust)
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
     return jax.jit(functools.partial(sample, interpret=InterpretGPUParams()), static_argnames="top")
 
@@ -65,6 +67,12 @@ def test_rows_of_several_kinds(interpreted, monkeypatch):
     compare(interpreted, 2304, USUAL)  # 18 blocks: more than are looked at first
 
 
+def test_a_vocabulary_that_is_no_multiple_of_blocks(interpreted, monkeypatch):
+    for kind in ("usual", "everything", "nothing left"):
+        monkeypatch.setitem(KINDS, kind, KINDS[kind] | dict(repeat=1))
+    compare(interpreted, 1003, ("greedy, one", "usual", "everything", "nothing left"))
+
+
 def test_a_row_of_nan_gives_a_token_of_the_vocabulary(interpreted, monkeypatch):
     """Check too that the rows beside it get the tokens they would get without it."""
     V, names = 1152, ["greedy", "usual"]
@@ -81,6 +89,16 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary(interpreted, monkeypatch):
 @pytest.mark.thorough
 def test_rows_of_every_kind(interpreted):
     compare(interpreted, 12_032, KINDS)
+
+
+@pytest.mark.parametrize("V", [1000, 4999])
+def test_adjusted_logits_are_the_references_within_rounding(V):
+    logits, inputs, history, _ = batch(V, KINDS)
+    padded = jnp.pad(logits, ((0, 0), (0, 41)), constant_values=7.0)
+    got = np.asarray(jax.jit(simulated_adjust)(padded, inputs, history))
+    want = np.asarray(jax.jit(ops.adjust)(logits, inputs, history))
+    np.testing.assert_allclose(got[:, :V], want, rtol=1e-6, atol=1e-6)
+    assert (got[:, V:] == 7).all()
 
 
 @pytest.mark.parametrize("change", [{}, dict(SLOTS=4, ROOM=1500, FEW=16, ENOUGH=12), dict(ROOM=10**6)])

@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.ops.kernels.gpu.decode_ops import Warps
 from dovetail.ops.kernels.gpu.mosaic.threads import WARP, Number
-from dovetail.ops.kernels.gpu.warp_ops import byte_address, int32, wide
+from dovetail.ops.kernels.gpu.warp_ops import address, byte_address, int32, wide
 
 WARPGROUPS, WARPS, THREADS = 4, 16, 512
 
@@ -66,6 +66,27 @@ class Rows(Warps):
             for i, x in enumerate(words):
                 found = llvm.insertelement(found, x.value, utils.c(i, int32()))
             llvm.store(found, byte_address(ref, wide(row.value), width, offset.value))
+            scf.yield_([])
+
+    def load_where(self, ref: Any, row: Number, width: int, column: Number, where: Number, otherwise: Number) -> Number:
+        """Return a number of a matrix with rows of `width`; in threads without the condition, `otherwise`."""
+        from jaxlib.mlir.dialects import llvm
+
+        kind = otherwise.value.type
+        branch = scf.IfOp(where.value, [kind], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([llvm.load(kind, address(ref, wide(row.value), width, wide(column.value), kind))])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([otherwise.value])
+        return Number(branch.results[0])
+
+    def store_where(self, ref: Any, row: Number, width: int, column: Number, x: Number, where: Number) -> None:
+        """Store a number in a matrix with rows of `width`, in the threads with this condition."""
+        from jaxlib.mlir.dialects import llvm
+
+        branch = scf.IfOp(where.value)
+        with ir.InsertionPoint(branch.then_block):
+            llvm.store(x.value, address(ref, wide(row.value), width, wide(column.value), x.value.type))
             scf.yield_([])
 
     def rsqrt(self, x: Number) -> Number:

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.ops.kernels.gpu.mosaic.adjust import adjust
-from dovetail.ops.kernels.gpu.mosaic.blocks import block_sums
+from dovetail.ops.kernels.gpu.mosaic.blocks import PART, block_sums
 from dovetail.ops.kernels.gpu.mosaic.draw import Scores, draw
 from dovetail.ops.kernels.gpu.mosaic.truncate import keep
 from dovetail.ops.kernels.gpu.noise import BLOCK
 
 ALIGNED = 64  # numbers of 4 bytes
+LEAST = PART * BLOCK  # tokens that a kernel reads at once
 
 
 def sample(
@@ -30,8 +31,10 @@ def sample(
 ) -> tuple[jax.Array, Scores]:
     """Sample as ops.sample.sample does. The logits are changed in place if the caller has no further use for them."""
     inputs = jax.tree.map(_own_buffer, inputs)
-    logits = adjust(logits.astype(jnp.float32), inputs, history, interpret)
-    blocks = logits.reshape(len(logits), -1, BLOCK)
+    V = logits.shape[1]
+    missing = max(-V % BLOCK, LEAST - V)
+    logits = jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    blocks = adjust(logits, inputs, history).reshape(len(logits), -1, BLOCK)
     sums = block_sums(blocks, inputs, interpret)
     return draw(blocks, sums, keep(blocks, *sums[:2], inputs), inputs, top, interpret)
 
