@@ -190,12 +190,11 @@ def simulated_adjust(logits: jax.Array, inputs, history: jax.Array) -> jax.Array
 
     def run(*given):
         *refs, held = (np.array(x).reshape(-1) for x in given)
-        parts = -(-history.shape[1] // adjust.PART)
-        for row, part in itertools.product(range(len(logits)), range(parts)):
+        for row, program in itertools.product(range(len(logits)), range(sizes.programs)):
             memory = Shared(adjust.PART, np.float32)
             on = Rows([memory], adjust.THREADS)
             with np.errstate(all="ignore"):
-                adjust.change(on, on.integer(row), on.integer(part), *refs, held, memory, sizes=sizes)
+                adjust.change(on, on.integer(row), on.integer(program), *refs, held, memory, sizes=sizes)
         return held.reshape(logits.shape)
 
     given = adjust.given_of(inputs, history)

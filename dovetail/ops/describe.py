@@ -12,7 +12,7 @@ from dovetail.core.chips import CHIPS
 from dovetail.core.formats import Format
 from dovetail.ops import dispatch, dispatch_products
 from dovetail.ops.capabilities import NVIDIA
-from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_sample, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_store
 from dovetail.ops.kernels.tpu.needs import room_of, why_not_flat, why_not_ragged, why_not_splash
 
 
@@ -76,10 +76,9 @@ def _small_kernels(platform: str) -> dict[str, str]:
 
 def _sampling(platform: str) -> str:
     """Return the implementation of sampling on Hopper, and why it is not Mosaic's."""
-    usual, odd = (jax.ShapeDtypeStruct((1, size), jnp.float32) for size in (151_936, 50_257))
-    name = dispatch.choose_sample(platform, None, usual)
+    name = dispatch.choose_sample(platform, None)
     if name == "mosaic":
-        return f"mosaic; {dispatch.choose_sample(platform, None, odd)} for {why_not_sample(odd)}"
+        return name
     return f"{name} (faster than mosaic with top_p and top_k)"
 
 

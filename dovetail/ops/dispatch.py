@@ -31,7 +31,7 @@ from dovetail.ops.capabilities import (
     is_one_gpu,
     tries_unmeasured,
 )
-from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     whole,
@@ -384,18 +384,18 @@ def loss_kernel(name: str) -> Callable:
     return kernel
 
 
-def choose_sample(platform: str | None, placement: Placement | None, logits: Any) -> str:
-    """Return the implementation of sampling from logits [S, V]: 'mosaic', 'triton' or 'reference'."""
+def choose_sample(platform: str | None, placement: Placement | None) -> str:
+    """Return the implementation of sampling: 'mosaic', 'triton' or 'reference'."""
     if not is_one_gpu(platform, placement):
         return "reference"
     if has_triton() and not mosaic_alone():
         return "triton"
-    return "mosaic" if is_hopper() and why_not_sample(logits) is None else "reference"
+    return "mosaic" if is_hopper() else "reference"
 
 
-def sample_kernel(platform: str | None, placement: Placement | None, logits: Any) -> Callable | None:
+def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
-    name = choose_sample(platform, placement, logits)
+    name = choose_sample(platform, placement)
     if name == "reference":
         return None
     if name == "mosaic":

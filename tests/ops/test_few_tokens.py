@@ -114,7 +114,7 @@ def test_with_kernels_that_are_not_measured_nothing_on_hopper_is_in_triton(monke
     shapes = (1, 4096), (64, 2880), (8192, 4096), (64, 1024)
     assert [dispatch.choose_norm(ctx, array(*shape)) for shape in shapes] == ["mosaic_few"] * 2 + ["mosaic"] * 2
     assert dispatch.choose_norm(ctx, array(4, 2880, dtype=jnp.float16)) == "reference"
-    assert dispatch.choose_sample("cuda", None, array(1, 151_936)) == "mosaic"
+    assert dispatch.choose_sample("cuda", None) == "mosaic"
     assert dispatch.choose_loss(None, array(64, 50_257)) == "reference"
     kernels = [
         dispatch.norm_kernel(ctx, array(1, 4096)),

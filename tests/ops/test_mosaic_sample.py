@@ -16,7 +16,7 @@ from ops.test_sample_kernel import KINDS, LISTED, batch, logits_of, map_tree, re
 from row_threads import simulate, simulated_adjust, simulated_launch
 
 from dovetail.ops import sample as ops
-from dovetail.ops.kernels.gpu.mosaic import blocks, draw, line, rows, truncate
+from dovetail.ops.kernels.gpu.mosaic import adjust, blocks, draw, line, rows, truncate
 from dovetail.ops.kernels.gpu.mosaic.sample import sample
 from dovetail.ops.kernels.gpu.noise import Noise
 
@@ -91,8 +91,9 @@ def test_rows_of_every_kind(interpreted):
     compare(interpreted, 12_032, KINDS)
 
 
-@pytest.mark.parametrize("V", [1000, 4999])
-def test_adjusted_logits_are_the_references_within_rounding(V):
+@pytest.mark.parametrize(("V", "programs"), [(1000, 660), (9000, 30)])
+def test_adjusted_logits_are_the_references_within_rounding(V, programs, monkeypatch):
+    monkeypatch.setattr(adjust, "PROGRAMS", programs)
     logits, inputs, history, _ = batch(V, KINDS)
     padded = jnp.pad(logits, ((0, 0), (0, 41)), constant_values=7.0)
     got = np.asarray(jax.jit(simulated_adjust)(padded, inputs, history))

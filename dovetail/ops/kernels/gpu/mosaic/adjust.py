@@ -20,7 +20,8 @@ from dovetail.ops.kernels.gpu.mosaic.row_ops import Rows
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, Number
 
 EACH = 16  # tokens of a thread
-PART = EACH * THREADS  # of a program
+PART = EACH * THREADS
+PROGRAMS = 4 * 132  # that run at once: with more parts, a program takes several
 
 
 class Sizes(NamedTuple):
@@ -31,6 +32,12 @@ class Sizes(NamedTuple):
     words: int
     biased: int
     slots: int
+    per: int  # parts of a program
+
+    @property
+    def programs(self) -> int:
+        """Return the programs of a row."""
+        return pl.cdiv(self.V, PART * self.per)
 
 
 def adjust(logits: jax.Array, inputs: Any, history: jax.Array) -> jax.Array:
@@ -42,8 +49,9 @@ def adjust(logits: jax.Array, inputs: Any, history: jax.Array) -> jax.Array:
 
 def sizes_of(logits: jax.Array, inputs: Any, history: jax.Array) -> Sizes:
     """Return the sizes of arrays."""
-    slots, V = history.shape
-    return Sizes(V, logits.shape[1], inputs.mask.shape[1], inputs.bias_ids.shape[1], slots)
+    (S, width), (slots, V) = logits.shape, history.shape
+    per = pl.cdiv(S * pl.cdiv(V, PART), PROGRAMS)
+    return Sizes(V, width, inputs.mask.shape[1], inputs.bias_ids.shape[1], slots, per)
 
 
 def given_of(inputs: Any, history: jax.Array) -> list:
@@ -65,14 +73,14 @@ def _change_rows(given: list, held: Any, S: int, sizes: Sizes) -> None:
             def run(_: Any, numbers: list, every: list) -> None:
                 change(Rows128(), *(Number(x.registers.flat[0]) for x in numbers), *every, sizes=sizes)
 
-            run([lax.axis_index("row"), lax.axis_index("part")], every)  # pyright: ignore[reportCallIssue]
+            run([lax.axis_index("row"), lax.axis_index("program")], every)  # pyright: ignore[reportCallIssue]
 
         pl.run_scoped(body, plgpu.SMEM((PART,), jnp.float32))
 
     kernel: Any = pl.kernel(
         entry,
         out_type=(),
-        mesh=plgpu.Mesh(grid=(S, pl.cdiv(sizes.V, PART)), grid_names=("row", "part")),
+        mesh=plgpu.Mesh(grid=(S, sizes.programs), grid_names=("row", "program")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name="adjust_logits",
     )
@@ -88,45 +96,39 @@ class Rows128(Rows):
 
 
 def change(
-    on: Any, row: Any, part: Any, ids: Any, bias: Any, slot: Any, presence: Any, frequency: Any, repetition: Any,
+    on: Any, row: Any, program: Any, ids: Any, bias: Any, slot: Any, presence: Any, frequency: Any, repetition: Any,
     mask: Any, until: Any, position: Any, history: Any, logits: Any, added: Any, *, sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Change the logits of a part of a row; `added` is shared memory for the bias of each."""
-    first, own_slot = part * PART, on.load(slot, row)
+    """Change the logits of a program's parts of a row; `added` is shared memory for the bias of a part."""
+    own_slot = on.load(slot, row)
     is_biased = on.load(ids, row * sizes.biased) > -1  # a row's bias is first
     is_penalized = own_slot < sizes.slots
     is_masked = on.load(position, row) < on.load(until, row)
     whole = on.select(is_biased, 1, on.select(is_masked, on.integer(1), 0))
-    tokens = [first + on.thread + i * THREADS for i in range(EACH)]
-    insides = [token < sizes.V for token in tokens]
+    slot_row = on.select(is_penalized, own_slot, 0)
 
-    def run(_: Any) -> Any:
-        zero = on.integer(0)
-        slot_row = on.select(is_penalized, own_slot, 0)
-        seen = [
-            on.load_where(history, slot_row, sizes.V, token, inside & is_penalized, zero)
-            for token, inside in zip(tokens, insides, strict=True)
-        ]
-        words = [
-            on.load_where(mask, row, sizes.words, token // 32, inside & is_masked, on.integer(-1))
-            for token, inside in zip(tokens, insides, strict=True)
-        ]
-        changed = [
-            inside & (on.select(x > 0, on.integer(1), whole) > 0) for x, inside in zip(seen, insides, strict=True)
-        ]
-        found = [
-            on.load_where(logits, row, sizes.width, token, where, on.constant(0.0))
-            for token, where in zip(tokens, changed, strict=True)
-        ]
+    def read(ref: Any, ref_row: Any, width: int, columns: list, where: list, otherwise: Any) -> list:
+        return [on.load_where(ref, ref_row, width, *each, otherwise) for each in zip(columns, where, strict=True)]
+
+    def change_part(i: Any, carry: Any) -> Any:
+        first = (program * sizes.per + i) * PART
+        tokens = [first + on.thread + i * THREADS for i in range(EACH)]
+        inside = [token < sizes.V for token in tokens]
+        seen = read(history, slot_row, sizes.V, tokens, [x & is_penalized for x in inside], on.integer(0))
+        of_words = [token // 32 for token in tokens]
+        words = read(mask, row, sizes.words, of_words, [x & is_masked for x in inside], on.integer(-1))
+        changed = [x & (on.select(n > 0, on.integer(1), whole) > 0) for n, x in zip(seen, inside, strict=True)]
+        found = read(logits, row, sizes.width, tokens, changed, on.constant(0.0))
         found = on.branch(is_biased, lambda xs: _biased(on, row, first, ids, bias, added, xs, sizes), found)
         factors = [on.load(ref, row) for ref in (presence, frequency, repetition)]
         for token, x, count, word, where in zip(tokens, found, seen, words, changed, strict=True):
             x = _penalized(on, x, count, *factors)
             x = on.select((word >> token % 32) & 1 > 0, x, float("-inf"))
             on.store_where(logits, row, sizes.width, token, x, where)
-        return zero
+        return carry
 
-    on.branch(on.select(is_penalized, on.integer(1), whole) > 0, run, on.integer(0))
+    count = on.select(is_penalized, on.integer(1), whole) * sizes.per
+    on.loop(on.integer(0), count, 1, change_part, on.integer(0))
 
 
 def _biased(on: Any, row: Any, first: Any, ids: Any, bias: Any, added: Any, found: list, sizes: Sizes) -> list:
