@@ -126,7 +126,7 @@ def test_truncation_keeps_the_references_tokens(change, monkeypatch):
     assert agrees.any(axis=0).all() and agrees[0].mean() > 0.97
     masses = np.where(stays, np.exp(scaled), 0).reshape(len(logits), -1, ops.BLOCK).sum(axis=2)
     for row in np.flatnonzero(asks):
-        count, got = kept.count[row], kept.masses[row]
+        count, got = kept.found[row], kept.masses[row]
         if count:
             got = np.zeros(masses.shape[1], np.float32)
             got[kept.blocks[row, :count]] = kept.masses[row, :count]

@@ -80,7 +80,8 @@ def draw(
                 return block, -far_ref[row] / line.heat, jnp.exp(-cut_ref[row] / line.heat)
 
             truncates = (min_p > 0) | ((k > 0) & (k < line.blocks * BLOCK)) | (p < 1)
-            return _draw(line, *lax.cond(truncates, truncated, everything), noise)
+            block, floor, least = lax.cond(truncates, truncated, everything)
+            return _draw(line, block, floor, least, noise)
 
         def likeliest() -> jax.Array:
             block = best_of(maxima, numbers)

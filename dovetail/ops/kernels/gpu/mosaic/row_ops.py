@@ -73,7 +73,7 @@ class Rows(Warps):
         from jaxlib.mlir.dialects import llvm
 
         kind = otherwise.value.type
-        branch = scf.IfOp(where.value, [kind], has_else=True)
+        branch: Any = scf.IfOp(where.value, [kind], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             scf.yield_([llvm.load(kind, address(ref, wide(row.value), width, wide(column.value), kind))])
         with ir.InsertionPoint(branch.else_block):
@@ -102,7 +102,7 @@ class Rows(Warps):
     def branch(self, truth: Number, body: Callable, carry: Any) -> Any:
         """Return body(carry), or the carry where not `truth`."""
         leaves, tree = _flatten(carry)
-        choice = scf.IfOp(truth.value, [x.value.type for x in leaves], has_else=True)
+        choice: Any = scf.IfOp(truth.value, [x.value.type for x in leaves], has_else=True)
         for block, run in ((choice.then_block, body), (choice.else_block, lambda x: x)):
             with ir.InsertionPoint(block):
                 scf.yield_([x.value for x in _flatten(run(carry))[0]])

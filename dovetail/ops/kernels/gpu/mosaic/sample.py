@@ -36,7 +36,8 @@ def sample(
     logits = jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, missing)), constant_values=-jnp.inf)
     blocks = adjust(logits, inputs, history).reshape(len(logits), -1, BLOCK)
     sums = block_sums(blocks, inputs, interpret)
-    return draw(blocks, sums, keep(blocks, *sums[:2], inputs), inputs, top, interpret)
+    kept = keep(blocks, sums[0], sums[1], inputs)
+    return draw(blocks, sums, kept, inputs, top, interpret)
 
 
 def _own_buffer(x: jax.Array) -> jax.Array:

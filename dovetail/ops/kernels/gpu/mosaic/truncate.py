@@ -1,9 +1,9 @@
 """Find what min-p, top-k and top-p keep of rows of logits, 16 warps for each row, for Hopper (Pallas, Mosaic GPU).
 
-A token's place is told by its distance from the row's greatest logit, top - x, whose bits are an integer in its order.
-The FEW blocks with the greatest maxima are looked at first: they hold every token nearer than the nearest one of the
-others, the edge, and most thresholds lie before that. Beyond it, passes over the row narrow a threshold down until the
-tokens that may be it fit into shared memory. Thresholds are exact either way.
+A token's place is told by its distance from the row's greatest logit (`row_line`). The FEW blocks with the greatest
+maxima are looked at first: they hold every token nearer than the nearest one of the others, the edge, and most
+thresholds lie before that. Beyond it, passes over the row narrow a threshold down until the tokens that may be it fit
+into shared memory. Thresholds are exact either way.
 
 A thread keeps tokens in shared memory in slots of its own: nothing depends on the order in which threads run.
 
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, Rows, join_all
-from dovetail.ops.kernels.gpu.mosaic.threads import WARP, launch
+from dovetail.ops.kernels.gpu.mosaic.row_line import FAR, PAST, Bounds, RowLine, even, near, search
+from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, Rows
+from dovetail.ops.kernels.gpu.mosaic.threads import launch
 from dovetail.ops.kernels.gpu.noise import BLOCK, COLDEST
 
 FEW = 64  # blocks that are looked at first, a multiple of the warps
@@ -29,8 +30,6 @@ ENOUGH = 56  # of them: a search for exactly FEW would take longer
 LISTED = 128  # columns of the list of blocks, which a warpgroup reads at once
 SLOTS = 32  # of a thread, at least BLOCK * FEW / THREADS
 ROOM = SLOTS * THREADS * 3 // 8  # tokens that are expected to fit: threads have some more or less than others
-LOADS = 4  # of four tokens that a thread has under way
-FAR, PAST = 0x7F800000, 0x7FFFFFFF  # the distance of -inf, and of what is no token
 LOG2E = math.log2(math.e)
 
 
@@ -39,7 +38,7 @@ class Kept(NamedTuple):
 
     far: jax.Array  # [S] f32, a distance
     cut: jax.Array  # [S] f32, too
-    count: jax.Array  # [S] int32: the blocks that have all of them; 0 if they are all over the row
+    found: jax.Array  # [S] int32: the blocks that have all of them; 0 if they are all over the row
     blocks: jax.Array  # [S, LISTED] int32, these blocks
     masses: jax.Array  # [S, Mp] f32: what stays of the weight of these blocks, or of every block of the row
 
@@ -58,7 +57,7 @@ def keep(logits: jax.Array, maxima: jax.Array, masses: jax.Array, inputs: Any) -
 def truncate(on: Any, row: Any, *refs: Any, M: int, Mp: int) -> None:
     """Write what stays of a row."""
     temperature, k, p, min_p = (on.load(ref, row) for ref in refs[:4])
-    line = Line(on, row, refs[4:7], refs[12:], M, Mp)
+    line = RowLine(on, row, refs[4:7], refs[12:], M, Mp)
     positive, one = on.constant(0.0), on.constant(1.0)
     has_k, has_p = (k > 0) & (k < M * BLOCK), line.less(p, one)
     asks = on.select(has_k, 1, on.select(has_p, 1, on.select(line.less(positive, min_p), on.integer(1), 0)))
@@ -69,133 +68,6 @@ def truncate(on: Any, row: Any, *refs: Any, M: int, Mp: int) -> None:
         return on.integer(0)
 
     on.branch((asks > 0) & line.less(positive, temperature), run, on.integer(0))
-
-
-class Line:
-    """Access a program's row and its shared memory."""
-
-    def __init__(self, on: Any, row: Any, given: Any, shared: Any, M: int, Mp: int) -> None:
-        self.on, self.row, self.M, self.Mp = on, row, M, Mp
-        self.maxima, self.masses, self.logits = given
-        self.slots, self.sums, self.blocks = shared
-        self.lane, self.warp = on.thread % WARP, on.thread // WARP
-
-    def less(self, x: Any, y: Any) -> Any:
-        """Return whether x < y, numbers that are not negative."""
-        return self.on.as_integer(x) < self.on.as_integer(y)
-
-    def distances(self, place: Any, top: Any) -> list[Any]:
-        """Return the distances of the four tokens from `place` on."""
-        return [
-            self.on.as_integer(top - x) for x in self.on.floats(self.logits, self.row * (self.M * BLOCK) + place, 4)
-        ]
-
-    def over(self, top: Any, use: Callable, carry: Any) -> Any:
-        """Return carry = use(distance, carry) over a thread's share of the row."""
-        on, size, step = self.on, self.M * BLOCK, 4 * THREADS * LOADS
-
-        def turn(first: Any, carry: Any) -> Any:
-            places = [first + on.thread * 4 + i * (4 * THREADS) for i in range(LOADS)]
-            read = [self.distances(on.at_most(at, size - 4), top) for at in places]  # all before the first use
-            for at, found in zip(places, read, strict=True):
-                for d in found:
-                    carry = use(on.select(at < size, d, PAST), carry)
-            return carry
-
-        return on.loop(on.integer(0), on.integer(size), step, turn, carry)
-
-    def maximum(self, x: Any) -> Any:
-        """Return the greatest number of all threads."""
-        return self._joined(x, self.on.maximum)
-
-    def sum(self, xs: list[Any]) -> list[Any]:
-        """Return the sums of up to four numbers over all threads, in every thread the same."""
-        if len(xs) == 1:
-            return [self._joined(xs[0], lambda x, y: x + y)]
-        on, lane = self.on, self.lane
-        is_odd, is_upper = lane % 2 > 0, lane % 4 > 1
-        a, b, c, d = [*xs, *[on.constant(0.0)] * (4 - len(xs))]
-        # exchanges take the longest: each lane goes on with one of the four sums
-        kept, given = ([on.select(is_upper, *pair) for pair in pairs] for pairs in (((c, a), (d, b)), ((a, c), (b, d))))
-        a, b = (x + on.other_lane(y, 2) for x, y in zip(kept, given, strict=True))
-        x = on.select(is_odd, b, a) + on.other_lane(on.select(is_odd, a, b), 1)
-        for bits in (4, 8, 16):
-            x = x + on.other_lane(x, bits)
-        on.store(self.sums, lane % 4 * WARPS + self.warp, on.as_integer(x))  # by all lanes: without a branch
-        on.barrier()
-        first = lane % 4 * WARPS + lane // 4
-        x, y = (on.as_float(on.load(self.sums, first + at)) for at in (0, WARP // 4))
-        x = x + y
-        for bits in (4, 8, 16):
-            x = x + on.other_lane(x, bits)
-        y = on.other_lane(x, 1)
-        a, b = on.select(is_odd, y, x), on.select(is_odd, x, y)
-        c, d = on.other_lane(a, 2), on.other_lane(b, 2)
-        on.barrier()
-        found = [on.select(is_upper, *pair) for pair in ((c, a), (d, b), (a, c), (b, d))]
-        return found[: len(xs)]
-
-    def _joined(self, x: Any, join: Callable) -> Any:
-        x = join_all(self.on, x, join, self.sums)
-        self.on.barrier()
-        return x
-
-    def greatest(self, x: Any) -> Any:
-        """Return the greatest integer of all threads."""
-        on = self.on
-        on.store(self.sums, self.warp, on.greatest(x))
-        on.barrier()
-        x = on.greatest(on.load(self.sums, self.lane % WARPS))
-        on.barrier()
-        return x
-
-    def before(self, x: Any) -> tuple[Any, Any]:
-        """Return the sum of the integers of the threads before, and of all."""
-        on = self.on
-        on.store(self.sums, self.warp, on.total(x))
-        on.barrier()
-        totals = on.select(self.lane < WARPS, on.load(self.sums, self.lane % WARPS), 0)
-        before = on.total(on.select(self.lane < self.warp, totals, 0))
-        found = before + on.below(x), on.total(totals)
-        on.barrier()
-        return found
-
-
-class Bounds(NamedTuple):
-    """Enclose a distance: within `low` there is less than the target, within `high` there may be enough."""
-
-    low: Any
-    high: Any
-    at_low: Any  # what there is within them
-    at_high: Any
-
-
-def search(line: Line, measure: Callable, target: Any, bounds: Bounds, keys: Callable, goes_on: Callable) -> Bounds:
-    """Narrow the bounds by measures at some `keys` between them at a time, while there are any and `goes_on`."""
-    on = line.on
-
-    def turn(bounds: Bounds) -> Bounds:
-        low, high, at_low, at_high = bounds
-        tried = keys(high, high - low)
-        sums = measure(tried)
-        short = [line.less(x, target) for x in sums]
-        for key, x, is_short in [*zip(tried, sums, short, strict=True)][::-1]:
-            high, at_high = on.select(is_short, high, key), on.select(is_short, at_high, x)
-        for key, x, is_short in zip(tried, sums, short, strict=True):
-            low, at_low = on.select(is_short, key, low), on.select(is_short, x, at_low)
-        return Bounds(low, high, at_low, at_high)
-
-    return on.repeat(lambda bounds: (bounds.high - bounds.low > 1) & goes_on(bounds), turn, bounds)
-
-
-def near(high: Any, gap: Any) -> list[Any]:
-    """Return keys of which some are close to `high`, where most tokens are."""
-    return [high - (gap >> shift) for shift in (1, 2, 4, 6)]
-
-
-def even(high: Any, gap: Any) -> list[Any]:
-    """Return keys at equal steps."""
-    return [high - (gap >> 1) - (gap >> 2), high - (gap >> 1), high - (gap >> 2)]
 
 
 class Held(NamedTuple):
@@ -211,7 +83,7 @@ class Held(NamedTuple):
 class Truncation:
     """Truncate a row."""
 
-    def __init__(self, line: Line, heat: Any, k: Any, p: Any, min_p: Any, has_k: Any, has_p: Any) -> None:
+    def __init__(self, line: RowLine, heat: Any, k: Any, p: Any, min_p: Any, has_k: Any, has_p: Any) -> None:
         self.line, self.on, self.heat = line, line.on, heat
         self.k, self.p, self.min_p, self.has_k, self.has_p = k, p, min_p, has_k, has_p
         self.cooled = self.on.constant(-LOG2E) / heat
