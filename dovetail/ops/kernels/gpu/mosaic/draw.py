@@ -61,7 +61,7 @@ def draw(
 
             def everything() -> tuple[jax.Array, ...]:
                 masses = of_blocks(masses_ref, 0.0) * jnp.exp(line.scale(maxima))
-                return _from_all(masses, numbers, line.blocks, noise), jnp.float32(-jnp.inf), jnp.float32(0)
+                return _from_all(masses, numbers, line.blocks, noise), jnp.float32(-jnp.inf), jnp.float32(-jnp.inf)
 
             def truncated() -> tuple[jax.Array, ...]:
                 count = count_ref[row]
@@ -77,11 +77,11 @@ def draw(
                     return _from_all(of_blocks(kept_ref, 0.0), numbers, line.blocks, noise)
 
                 block = lax.cond(count > 0, from_few, from_row)
-                return block, -far_ref[row] / line.heat, jnp.exp(-cut_ref[row] / line.heat)
+                return block, -far_ref[row] / line.heat, -cut_ref[row] / line.heat
 
             truncates = (min_p > 0) | ((k > 0) & (k < line.blocks * BLOCK)) | (p < 1)
-            block, floor, least = lax.cond(truncates, truncated, everything)
-            return _draw(line, block, floor, least, noise)
+            block, floor, cut = lax.cond(truncates, truncated, everything)
+            return _draw(line, block, floor, cut, noise)
 
         def likeliest() -> jax.Array:
             block = best_of(maxima, numbers)
@@ -139,11 +139,15 @@ def _from_all(masses: jax.Array, numbers: jax.Array, blocks: int, noise: Noise) 
     return best_of(jnp.where(numbers < blocks, jnp.log(masses) + noise.at(numbers), -jnp.inf), numbers)
 
 
-def _draw(line: Line, block: jax.Array, floor: jax.Array, least: jax.Array, noise: Noise) -> jax.Array:
-    """Draw a token of a block, as ops.sample.gumbel_argmax does, of those of at least these logit and weight."""
-    scaled = line.scale(line.block(block))
+def _draw(line: Line, block: jax.Array, floor: jax.Array, cut: jax.Array, noise: Noise) -> jax.Array:
+    """Draw a token of a block, as ops.sample.gumbel_argmax does.
+
+    It is one of those not below `floor`, scaled, and of no less weight than one at `cut`.
+    """
+    scaled, lanes = line.scale(line.block(block)), _lanes()
+    # by the same instruction: that of a scalar may round differently
+    least = jnp.exp(jnp.where(lanes < 0, scaled, cut))
     stays = (scaled >= floor) & (jnp.exp(scaled) >= least)
-    lanes = _lanes()
     return block * BLOCK + best_of(jnp.where(stays, scaled, -jnp.inf) + noise.at(lanes + line.blocks), lanes)
 
 
