@@ -50,7 +50,7 @@ def test_rotated_heads_are_the_references(T, N, K, H, has_norms):
     qkv, pages, queries = normal(0, T, N + 2 * K, H), normal(1, 40, 2 * K, H), np.zeros((T, N, H), BF16)
     tables = [np.asarray(x, np.float32) for x in rope.tables(jnp.arange(T) * 3)]
     weights = [normal(2, H), normal(3, H)] if has_norms else []
-    got, heads = pages.copy(), store_few.Heads(T, N, K, H, 40, 1e-6, 1.0)
+    got, heads = pages.copy(), store_few.HeadSizes(T, N, K, H, 40, 1e-6, 1.0)
     refs = [x.reshape(-1) for x in (places, *tables, *weights, qkv, got, queries)]
     for program in range(-(-T * (N + 2 * K) * heads.lanes // THREADS)):
         store_few.rotate(Rows([]), np.full(row_ops.THREADS, program, np.int32), *refs, heads=heads)

@@ -133,7 +133,7 @@ def test_truncation_keeps_the_references_tokens(change, monkeypatch):
         np.testing.assert_allclose(got[: masses.shape[1]], masses[row], rtol=1e-4, atol=1e-6)
 
 
-def thresholds(logits: np.ndarray, inputs) -> truncate.Kept:
+def thresholds(logits: np.ndarray, inputs) -> truncate.KeptTokens:
     """Truncate with what `block_sums` gives; behind the last block there is nothing."""
     held = logits.reshape(len(logits), -1, ops.BLOCK)
     maxima = held.max(axis=2)

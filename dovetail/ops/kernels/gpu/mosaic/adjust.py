@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.kernels.gpu.mosaic.row_ops import Rows
+from dovetail.ops.kernels.gpu.mosaic.row_ops import RowThreads
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, Number
 
 EACH = 16  # tokens of a thread
@@ -24,7 +24,7 @@ PART = EACH * THREADS
 PROGRAMS = 4 * 132  # that run at once: with more parts, a program takes several
 
 
-class Sizes(NamedTuple):
+class AdjustSizes(NamedTuple):
     """Describe the arrays: the logits of a row are `width` numbers, of which the first V are tokens."""
 
     V: int
@@ -47,11 +47,11 @@ def adjust(logits: jax.Array, inputs: Any, history: jax.Array) -> jax.Array:
     return jax.freeze(held)
 
 
-def sizes_of(logits: jax.Array, inputs: Any, history: jax.Array) -> Sizes:
+def sizes_of(logits: jax.Array, inputs: Any, history: jax.Array) -> AdjustSizes:
     """Return the sizes of arrays."""
     (S, width), (slots, V) = logits.shape, history.shape
     per = pl.cdiv(S * pl.cdiv(V, PART), PROGRAMS)
-    return Sizes(V, width, inputs.mask.shape[1], inputs.bias_ids.shape[1], slots, per)
+    return AdjustSizes(V, width, inputs.mask.shape[1], inputs.bias_ids.shape[1], slots, per)
 
 
 def given_of(inputs: Any, history: jax.Array) -> list:
@@ -62,7 +62,7 @@ def given_of(inputs: Any, history: jax.Array) -> list:
     ]  # fmt: skip
 
 
-def _change_rows(given: list, held: Any, S: int, sizes: Sizes) -> None:
+def _change_rows(given: list, held: Any, S: int, sizes: AdjustSizes) -> None:
     """Run the programs of S rows on the logits `held`."""
 
     def entry(*refs: Any) -> None:
@@ -71,7 +71,7 @@ def _change_rows(given: list, held: Any, S: int, sizes: Sizes) -> None:
 
             @plgpu.inline_mgpu(arg_types=([plgpu.Layout.WG_SPLAT(())] * 2, [plgpu.RefType()] * len(every)))
             def run(_: Any, numbers: list, every: list) -> None:
-                change(Rows128(), *(Number(x.registers.flat[0]) for x in numbers), *every, sizes=sizes)
+                change(FourWarps(), *(Number(x.registers.flat[0]) for x in numbers), *every, sizes=sizes)
 
             run([lax.axis_index("row"), lax.axis_index("program")], every)  # pyright: ignore[reportCallIssue]
 
@@ -87,7 +87,7 @@ def _change_rows(given: list, held: Any, S: int, sizes: Sizes) -> None:
     kernel(*given, held)
 
 
-class Rows128(Rows):
+class FourWarps(RowThreads):
     """Write the operations of a thread of four warps."""
 
     def barrier(self) -> None:
@@ -97,7 +97,7 @@ class Rows128(Rows):
 
 def change(
     on: Any, row: Any, program: Any, ids: Any, bias: Any, slot: Any, presence: Any, frequency: Any, repetition: Any,
-    mask: Any, until: Any, position: Any, history: Any, logits: Any, added: Any, *, sizes: Sizes,
+    mask: Any, until: Any, position: Any, history: Any, logits: Any, added: Any, *, sizes: AdjustSizes,
 ) -> None:  # fmt: skip
     """Change the logits of a program's parts of a row; `added` is shared memory for the bias of a part."""
     own_slot = on.load(slot, row)
@@ -131,7 +131,7 @@ def change(
     on.loop(on.integer(0), count, 1, change_part, on.integer(0))
 
 
-def _biased(on: Any, row: Any, first: Any, ids: Any, bias: Any, added: Any, found: list, sizes: Sizes) -> list:
+def _biased(on: Any, row: Any, first: Any, ids: Any, bias: Any, added: Any, found: list, sizes: AdjustSizes) -> list:
     """Return the logits with the bias, which the threads spread over shared memory."""
     for i in range(EACH):
         on.store(added, on.thread + i * THREADS, on.constant(0.0))

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dovetail.ops.kernels.gpu.keys import NONE, key_of, value_of
 from dovetail.ops.kernels.gpu.mosaic.line import Line, best_of, first_of
 from dovetail.ops.kernels.gpu.mosaic.rows import BY_LANE, iota, layout, load, load_as
-from dovetail.ops.kernels.gpu.mosaic.truncate import LISTED, Kept
+from dovetail.ops.kernels.gpu.mosaic.truncate import LISTED, KeptTokens
 from dovetail.ops.kernels.gpu.noise import BLOCK, COLDEST, Noise
 
 Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -29,7 +29,7 @@ Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def draw(
     logits: jax.Array,  # [S, M, BLOCK] f32
     sums: list[jax.Array],  # of `block_sums`
-    kept: Kept,
+    kept: KeptTokens,
     inputs: Any,
     top: int,
     interpret: Any = None,

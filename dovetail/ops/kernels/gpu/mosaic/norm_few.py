@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, Rows, join_all
+from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, RowThreads, join_all
 from dovetail.ops.kernels.gpu.mosaic.threads import launch
 
 NUMBERS = 8  # bf16 that a thread reads at once
@@ -43,7 +43,7 @@ def add_rms_norm(
     given = [weight, x] if delta is None else [weight, x, delta]
     out = [jax.ShapeDtypeStruct((T, D), x.dtype)] * (len(given) - 1)
     program = functools.partial(normalize, D=D, eps=eps, offset=offset, is_wide=weight.dtype != x.dtype)
-    results = launch(name, program, given, out, T, (WARPS,), Rows(), WARPGROUPS)
+    results = launch(name, program, given, out, T, (WARPS,), RowThreads(), WARPGROUPS)
     return (x, results[0]) if delta is None else (results[0], results[1])
 
 

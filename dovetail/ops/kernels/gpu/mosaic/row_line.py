@@ -106,7 +106,7 @@ class RowLine:
         return found
 
 
-class Bounds(NamedTuple):
+class KeyBounds(NamedTuple):
     """Enclose a distance: within `low` there is less than the target, within `high` there may be enough."""
 
     low: Any
@@ -115,11 +115,13 @@ class Bounds(NamedTuple):
     at_high: Any
 
 
-def search(line: RowLine, measure: Callable, target: Any, bounds: Bounds, keys: Callable, goes_on: Callable) -> Bounds:
+def search(
+    line: RowLine, measure: Callable, target: Any, bounds: KeyBounds, keys: Callable, goes_on: Callable
+) -> KeyBounds:
     """Narrow the bounds by measures at some `keys` between them at a time, while there are any and `goes_on`."""
     on = line.on
 
-    def turn(bounds: Bounds) -> Bounds:
+    def turn(bounds: KeyBounds) -> KeyBounds:
         low, high, at_low, at_high = bounds
         tried = keys(high, high - low)
         sums = measure(tried)
@@ -128,7 +130,7 @@ def search(line: RowLine, measure: Callable, target: Any, bounds: Bounds, keys: 
             high, at_high = on.select(is_short, high, key), on.select(is_short, at_high, x)
         for key, x, is_short in zip(tried, sums, short, strict=True):
             low, at_low = on.select(is_short, key, low), on.select(is_short, x, at_low)
-        return Bounds(low, high, at_low, at_high)
+        return KeyBounds(low, high, at_low, at_high)
 
     return on.repeat(lambda bounds: (bounds.high - bounds.low > 1) & goes_on(bounds), turn, bounds)
 

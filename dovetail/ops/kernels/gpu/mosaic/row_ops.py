@@ -17,7 +17,7 @@ from dovetail.ops.kernels.gpu.warp_ops import address, byte_address, int32, wide
 WARPGROUPS, WARPS, THREADS = 4, 16, 512
 
 
-class Rows(Warps):
+class RowThreads(Warps):
     """Write the operations of a thread of 16 warps. What decides on a branch or a loop is the same in all threads."""
 
     def barrier(self) -> None:

@@ -18,14 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.gpu.mosaic.row_ops import Rows
+from dovetail.ops.kernels.gpu.mosaic.row_ops import RowThreads
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, Number
 from dovetail.ops.paged import is_rounded, round_rows, token_places
 
 DIMS = (32, 64, 128, 256)
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """Describe the heads of tokens."""
 
     T: int
@@ -61,7 +61,7 @@ def rotate_store(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the queries [T, N, H] and the pages."""
     (T, count, H), K = qkv.shape, pages.shape[2] // 2
-    heads = Heads(T, count - 2 * K, K, H, pages.shape[0] * pages.shape[1], eps, offset)
+    heads = HeadSizes(T, count - 2 * K, K, H, pages.shape[0] * pages.shape[1], eps, offset)
     given = [token_places(ctx, pages, T), *tables, *(x.astype(qkv.dtype) for x in norms or ()), qkv]
 
     programs, out = pl.cdiv(T * count * heads.lanes, THREADS), jax.ShapeDtypeStruct((T, heads.N, H), qkv.dtype)
@@ -86,7 +86,7 @@ def _run(name: str, program: Any, given: list, pages: jax.Array, programs: int, 
     def body(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), [plgpu.RefType()] * len(refs)))
         def run(_: Any, number: Any, refs: list) -> None:
-            program(Rows(), Number(number.registers.flat[0]), *refs)
+            program(RowThreads(), Number(number.registers.flat[0]), *refs)
 
         run(lax.axis_index("program"), list(refs))  # pyright: ignore[reportCallIssue]
 
@@ -118,7 +118,7 @@ def copy(
         on.put(pages, to + which, width, offset, word, inside)
 
 
-def rotate(on: Any, number: Any, place_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any, heads: Heads) -> None:
+def rotate(on: Any, number: Any, place_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any, heads: HeadSizes) -> None:
     """Rotate a program's heads; `refs` are the norms' weights, if there are any, qkv, the pages and the queries."""
     *norms, qkv, pages, queries = refs
     T, N, K, H = heads[:4]

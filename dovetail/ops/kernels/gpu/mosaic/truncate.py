@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dovetail.ops.kernels.gpu.mosaic.row_line import FAR, PAST, Bounds, RowLine, even, near, search
-from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, Rows
+from dovetail.ops.kernels.gpu.mosaic.row_line import FAR, PAST, KeyBounds, RowLine, even, near, search
+from dovetail.ops.kernels.gpu.mosaic.row_ops import THREADS, WARPGROUPS, WARPS, RowThreads
 from dovetail.ops.kernels.gpu.mosaic.threads import launch
 from dovetail.ops.kernels.gpu.noise import BLOCK, COLDEST
 
@@ -33,7 +33,7 @@ ROOM = SLOTS * THREADS * 3 // 8  # tokens that are expected to fit: threads have
 LOG2E = math.log2(math.e)
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """Say which tokens of rows that truncate stay: those within `far` whose weight is not below that of `cut`."""
 
     far: jax.Array  # [S] f32, a distance
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
     masses: jax.Array  # [S, Mp] f32: what stays of the weight of these blocks, or of every block of the row
 
 
-def keep(logits: jax.Array, maxima: jax.Array, masses: jax.Array, inputs: Any) -> Kept:
+def keep(logits: jax.Array, maxima: jax.Array, masses: jax.Array, inputs: Any) -> KeptTokens:
     """Truncate rows [S, M, BLOCK] as ops.sample.truncate does. Of a row that asks for nothing, nothing is written."""
     (S, M, _), Mp = logits.shape, maxima.shape[1]
     given = [inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, maxima, masses, logits]
@@ -51,7 +51,7 @@ def keep(logits: jax.Array, maxima: jax.Array, masses: jax.Array, inputs: Any) -
     out = [numbers((S,)), numbers((S,)), integers((S,)), integers((S, LISTED)), numbers((S, Mp))]
     shared = (SLOTS + 1) * THREADS, 4 * WARPS, FEW
     program = functools.partial(truncate, M=M, Mp=Mp)
-    return Kept(*launch("truncate_rows", program, given, out, S, shared, Rows(), WARPGROUPS))
+    return KeptTokens(*launch("truncate_rows", program, given, out, S, shared, RowThreads(), WARPGROUPS))
 
 
 def truncate(on: Any, row: Any, *refs: Any, M: int, Mp: int) -> None:
@@ -70,7 +70,7 @@ def truncate(on: Any, row: Any, *refs: Any, M: int, Mp: int) -> None:
     on.branch((asks > 0) & line.less(positive, temperature), run, on.integer(0))
 
 
-class Held(NamedTuple):
+class HeldTokens(NamedTuple):
     """Hold tokens of an interval in shared memory."""
 
     own: Any  # of the thread
@@ -137,7 +137,7 @@ class Truncation:
             each = [[on.select(d > key, zero, 1.0) for d in distances] for key in keys]
             return line.sum([functools.reduce(lambda x, y: x + y, found) for found in each])
 
-        bounds = Bounds(on.integer(-1), on.integer(FAR), zero, on.constant(float(line.M)))
+        bounds = KeyBounds(on.integer(-1), on.integer(FAR), zero, on.constant(float(line.M)))
         enough, target = on.constant(float(ENOUGH)), on.constant(FEW + 1.0)
         return search(line, count, target, bounds, near, lambda bounds: line.less(bounds.at_low, enough)).low
 
@@ -186,12 +186,12 @@ class Truncation:
         total = self._total(is_k, weigh, far, end, at_end)
         target = on.select(is_k, self.k, self.p * total)
 
-        def in_row(_: Any) -> tuple[Held, Any]:
+        def in_row(_: Any) -> tuple[HeldTokens, Any]:
             # beyond this distance all tokens of the row would weigh too little
             light = (on.constant(1.0) - self.p) * total / on.constant(float(line.M * BLOCK))
             bound = on.as_integer((on.log2(light) - 2.0) / self.cooled)
             high = on.select(is_k, far, on.lesser(far, bound))
-            held = self._hold_row(weigh, target, Bounds(self.edge - 1, high, at_end, total))
+            held = self._hold_row(weigh, target, KeyBounds(self.edge - 1, high, at_end, total))
             return held, self._in_slots(held, weigh)([held.high])[0]
 
         held, at_end = on.branch(line.less(at_end, target), in_row, (held, at_end))
@@ -205,7 +205,7 @@ class Truncation:
         total = on.select(far > end, of_row, at_end)
         return on.branch(apart > 0, lambda _: self._in_row(weigh)([far])[0], total)
 
-    def _in_slots(self, held: Held, weigh: Callable) -> Callable:
+    def _in_slots(self, held: HeldTokens, weigh: Callable) -> Callable:
         """Return the function that measures the tokens held."""
         on, line = self.on, self.line
 
@@ -243,7 +243,7 @@ class Truncation:
         on.store(self.line.slots, on.at_most(own, SLOTS) * THREADS + on.thread, d)
         return own + on.select(d > low, on.select(d > high, on.integer(0), 1), 0)
 
-    def _hold_few(self, end: Any) -> Held:
+    def _hold_few(self, end: Any) -> HeldTokens:
         """Hold the tokens of the few blocks up to `end`."""
         on, line = self.on, self.line
         own, low = on.integer(0), on.integer(-1)
@@ -255,13 +255,13 @@ class Truncation:
             read += [on.select(is_block, d, PAST) for d in found]
         for d in read:
             own = self._put(d, own, low, end)
-        return Held(own, line.greatest(own), low, end, on.constant(0.0))
+        return HeldTokens(own, line.greatest(own), low, end, on.constant(0.0))
 
-    def _hold_row(self, weigh: Callable, target: Any, bounds: Bounds) -> Held:
+    def _hold_row(self, weigh: Callable, target: Any, bounds: KeyBounds) -> HeldTokens:
         """Hold the tokens among which the threshold is; if they do not fit, narrow it down to the last bit."""
         on, line = self.on, self.line
 
-        def too_many(bounds: Bounds) -> Any:
+        def too_many(bounds: KeyBounds) -> Any:
             return line.less(weigh(bounds.high) * float(ROOM), bounds.at_high - bounds.at_low)
 
         bounds = search(line, self._in_row(weigh), target, bounds, even, too_many)
@@ -271,16 +271,16 @@ class Truncation:
         # a loop that does not begin unless the tokens are too many
         bounds = search(line, self._in_row(weigh), target, bounds, even, lambda _: is_full)
         nothing = on.select(is_full, on.integer(0), 1)
-        return Held(own * nothing, most * nothing, bounds.low, bounds.high, bounds.at_low)
+        return HeldTokens(own * nothing, most * nothing, bounds.low, bounds.high, bounds.at_low)
 
-    def _find_held(self, weigh: Callable, held: Held, target: Any, at_end: Any) -> Any:
+    def _find_held(self, weigh: Callable, held: HeldTokens, target: Any, at_end: Any) -> Any:
         """Return the distance of the token held with which there is the target."""
         on, line = self.on, self.line
 
-        def several(bounds: Bounds) -> Any:
+        def several(bounds: KeyBounds) -> Any:
             return line.less(weigh(bounds.high) * 1.5, bounds.at_high - bounds.at_low)
 
-        bounds = Bounds(held.low, held.high, on.constant(0.0), at_end)
+        bounds = KeyBounds(held.low, held.high, on.constant(0.0), at_end)
         high = search(line, self._in_slots(held, weigh), target, bounds, near, several).high
 
         def last(i: Any, found: Any) -> Any:
