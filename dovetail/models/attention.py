@@ -94,7 +94,7 @@ class Attention:
         """Do as `project_and_store`, with one kernel where there is one."""
         in_one = is_joined(p, self.projections) and "v" in self.projections
         in_one = in_one and not (entry is not None and is_rounded(entry))  # the kernel writes plain pages
-        if not (in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm)):
+        if not (in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm, x.dtype)):
             return self.project_and_store(p, x, table, ctx, entry, eps, offset)
         qkv = joined_matmul(x, p, self.projections)
         assert qkv is not None and qkv.shape[-3] == 1

@@ -30,7 +30,7 @@ from dovetail.ops.capabilities import (
     is_hopper,
     is_one_gpu,
 )
-from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_sample, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_row, why_not_store
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     whole,
@@ -252,8 +252,10 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
 def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     """Return the function that writes a layer's new keys and values into its pages."""
     name = choose_paged(ctx.platform, k, k.shape[1], pages=pages)
-    if name == "triton":
+    if name == "triton" and not mosaic_alone():
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
+    elif mosaic_alone() and is_one_gpu(ctx.platform, ctx.placement):
+        from dovetail.ops.kernels.gpu.mosaic.store_few import write_heads as kernel
     elif name == "numba":
         from dovetail.ops.kernels.cpu.store import write_heads as kernel
     else:
@@ -261,13 +263,27 @@ def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     return kernel
 
 
-def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, norms: str | None, v_norm: bool) -> bool:
+def mosaic_alone() -> bool:
+    """Return whether no kernel for rows of numbers may be in Triton: on Hopper, what replaces some is not measured."""
+    return is_hopper() and tries_unmeasured()
+
+
+def rotates_and_stores(
+    ctx: Packed | Paged, rope: Rope | None, head_dim: int, norms: str | None, v_norm: bool, dtype: Any = jnp.bfloat16
+) -> bool:
     """Return whether one kernel normalises q and k, rotates and stores them.
 
     It does on one NVIDIA GPU, for heads that are rotated whole and by halves, and normalised each by itself (`norms` is
     not "all") or not at all.
     """
-    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement) or not has_triton():
+    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
+        return False
+    if mosaic_alone():
+        from dovetail.ops.kernels.gpu.mosaic.store_few import why_not_few
+
+        if why_not_few(jax.ShapeDtypeStruct((head_dim,), dtype)):
+            return False
+    elif not has_triton():
         return False
     if rope is None or norms == "all" or v_norm:
         return False
@@ -278,6 +294,8 @@ def rotate_store_kernel(qkv: Any, kv_heads: int) -> Callable:
     """Return the kernel that normalises, rotates and stores qkv [T, N + 2K, H] (see `rotates_and_stores`)."""
     if is_hopper() and why_not_store(qkv, kv_heads) is None:
         from dovetail.ops.kernels.gpu.mosaic.store import rotate_store as kernel
+    elif mosaic_alone():
+        from dovetail.ops.kernels.gpu.mosaic.store_few import rotate_store as kernel
     else:
         from dovetail.ops.kernels.gpu.store import rotate_store as kernel
     return kernel
@@ -289,7 +307,7 @@ def rotate_store_kernel(qkv: Any, kv_heads: int) -> Callable:
 def choose_norm(ctx: Packed | Paged, x: Any) -> str:
     """Return the implementation of the residual add and RMS norm of x [T, D]: a kernel's name or 'reference'.
 
-    The kernels are 'mosaic' and 'triton', and 'numba' for CPUs, which uses one thread.
+    The kernels are 'mosaic', 'mosaic_few' and 'triton', and 'numba' for CPUs, which uses one thread.
     """
     if isinstance(ctx, Packed):
         return "reference"
@@ -301,7 +319,13 @@ def choose_norm(ctx: Packed | Paged, x: Any) -> str:
         return "reference"
     if is_hopper() and why_not_norm(x) is None:
         return "mosaic"
-    return "triton" if has_triton() else "reference"
+    if not mosaic_alone():
+        return "triton" if has_triton() else "reference"
+    from dovetail.ops.kernels.gpu.mosaic.norm_few import why_not_few
+
+    if why_not_few(x) is None:
+        return "mosaic_few"
+    return "mosaic" if why_not_row(x) is None else "reference"
 
 
 def norm_kernel(ctx: Packed | Paged, x: Any) -> Callable | None:
@@ -309,6 +333,8 @@ def norm_kernel(ctx: Packed | Paged, x: Any) -> Callable | None:
     name = choose_norm(ctx, x)
     if name == "mosaic":
         from dovetail.ops.kernels.gpu.mosaic.norm import add_rms_norm as kernel
+    elif name == "mosaic_few":
+        from dovetail.ops.kernels.gpu.mosaic.norm_few import add_rms_norm as kernel
     elif name == "triton":
         from dovetail.ops.kernels.gpu.norm import add_rms_norm as kernel
     elif name == "numba":
@@ -325,7 +351,7 @@ def layer_norm_kernel(placement: Placement | None, x: Any) -> Callable | None:
     """
     if not is_one_gpu(placement.platform if placement else None, placement):
         return None
-    if has_triton():
+    if has_triton() and not mosaic_alone():
         from dovetail.ops.kernels.gpu.layer_norm import add_layer_norm as kernel
     elif is_hopper() and why_not_row(x) is None:
         from dovetail.ops.kernels.gpu.mosaic.layer_norm import add_layer_norm as kernel
@@ -343,7 +369,7 @@ def choose_loss(placement: Placement | None, logits: Any) -> str:
         return "reference"
     if is_hopper() and why_not_row(logits) is None:
         return "mosaic"
-    return "triton" if has_triton() else "reference"
+    return "triton" if has_triton() and not mosaic_alone() else "reference"
 
 
 def loss_kernel(name: str) -> Callable:
@@ -355,18 +381,18 @@ def loss_kernel(name: str) -> Callable:
     return kernel
 
 
-def choose_sample(platform: str | None, placement: Placement | None, logits: Any) -> str:
-    """Return the implementation of sampling from logits [S, V]: 'mosaic', 'triton' or 'reference'."""
+def choose_sample(platform: str | None, placement: Placement | None) -> str:
+    """Return the implementation of sampling: 'mosaic', 'triton' or 'reference'."""
     if not is_one_gpu(platform, placement):
         return "reference"
-    if has_triton():
+    if has_triton() and not mosaic_alone():
         return "triton"
-    return "mosaic" if is_hopper() and why_not_sample(logits) is None else "reference"
+    return "mosaic" if is_hopper() else "reference"
 
 
-def sample_kernel(platform: str | None, placement: Placement | None, logits: Any) -> Callable | None:
+def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
-    name = choose_sample(platform, placement, logits)
+    name = choose_sample(platform, placement)
     if name == "reference":
         return None
     if name == "mosaic":

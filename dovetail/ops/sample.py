@@ -313,7 +313,7 @@ def sample(
 
     The scores are of the adjusted logits, as from `score` with `top_logprobs` and `top`.
     """
-    if kernel := sample_kernel(platform, placement, logits):
+    if kernel := sample_kernel(platform, placement):
         return kernel(logits, inputs, history, top)
     logits = adjust(logits, inputs, history)
     tokens = choose(logits, inputs, placement)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 LANES = 128  # of a warpgroup: its threads hold a row, each as many of its numbers
 NORM_DIM, NORM_TOKENS = 1024, 1024  # a longer row takes one warpgroup longer than Triton's warps, unless many run
-FEWEST_WORDS = 1024  # what a warpgroup reads of a vocabulary at once
 STORE_TOKENS, STORE_HEADS, STORE_DIMS = 64, 4, (128, 256)
 
 
@@ -32,14 +31,6 @@ def why_not_store(qkv: Any, kv_heads: int) -> str | None:
     if kv_heads % STORE_HEADS or (heads - 2 * kv_heads) % STORE_HEADS:
         return f"numbers of heads that are not multiples of {STORE_HEADS}"
     return None if dim in STORE_DIMS else f"heads of {dim} dims"
-
-
-def why_not_sample(logits: Any) -> str | None:
-    """Return why sampling from logits [S, V] is left to Triton, or None."""
-    V = logits.shape[-1]
-    if V % LANES:
-        return f"vocabularies that are not multiples of {LANES}"
-    return f"vocabularies below {FEWEST_WORDS:,}" if V < FEWEST_WORDS else None
 
 
 def why_not_row(x: Any) -> str | None:

@@ -1,14 +1,14 @@
-"""Adjust logits in place by bias, penalties and masks, for Hopper (Pallas, Mosaic GPU).
+"""Adjust logits in place by bias, penalties and masks, for Hopper (Pallas, Mosaic GPU), written thread by thread.
 
-Rows that ask for nothing are neither read nor written. A word of a mask is for 32 tokens: a warpgroup takes as many
-words [n, 32] tokens at a time.
+Rows that ask for nothing are neither read nor written, and of a row with penalties alone no tokens but those that it
+has seen.
 
-S rows, V vocabulary, W = V / 32 words, B biased tokens per row, N slots of the history table.
+S rows, V vocabulary, W = ceil(V / 32) words, B biased tokens per row, N slots of the history table.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,89 +16,139 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.kernels.gpu.mosaic.rows import BY_LANE, iota, load_as, tiled
+from dovetail.ops.kernels.gpu.mosaic.row_ops import RowThreads
+from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, Number
 
-WORD = 32  # tokens of a word
-WORDS, END = 32, 4  # of a part, and of one at the end of a row
-PARTS = 4  # of a program
-TILE = 16  # words that all threads read at once, 16 bytes each
+EACH = 16  # tokens of a thread
+PART = EACH * THREADS
+PROGRAMS = 4 * 132  # that run at once: with more parts, a program takes several
 
 
-def adjust(logits: jax.Array, inputs: Any, history: jax.Array, interpret: Any = None) -> jax.Array:
-    """Adjust f32 logits [S, V] as ops.sample.adjust does."""
-    S, V = logits.shape
-    parts, rest = divmod(V // WORD, WORDS)
+class AdjustSizes(NamedTuple):
+    """Describe the arrays: the logits of a row are `width` numbers, of which the first V are tokens."""
 
-    def body(
-        ids_ref: Any, bias_ref: Any, slot_ref: Any, presence_ref: Any, frequency_ref: Any, repetition_ref: Any,
-        mask_ref: Any, until_ref: Any, position_ref: Any, history_ref: Any, logits_ref: Any,
-    ) -> None:  # fmt: skip
-        row, first = lax.axis_index("row"), lax.axis_index("program") * PARTS
-        slot, is_biased = slot_ref[row], ids_ref[row, 0] >= 0  # a row's bias is first
-        is_penalized, is_masked = slot < history_ref.shape[0], position_ref[row] < until_ref[row]
+    V: int
+    width: int
+    words: int
+    biased: int
+    slots: int
+    per: int  # parts of a program
 
-        def change(start: Any, words: int) -> None:
-            layout, part = tiled(min(words, TILE), WORD), pl.ds(start, words)
-            x = load_as(logits_ref, (row, part), layout, optimized=False)
+    @property
+    def programs(self) -> int:
+        """Return the programs of a row."""
+        return pl.cdiv(self.V, PART * self.per)
 
-            def add_bias(x: jax.Array) -> jax.Array:
-                shape = words, WORD
-                at = (iota(shape, 0, layout) + start) * WORD + iota(shape, 1, layout)
 
-                def add(i: Any, x: jax.Array) -> jax.Array:
-                    return jnp.where(at == ids_ref[row, i], x + bias_ref[row, i], x)
+def adjust(logits: jax.Array, inputs: Any, history: jax.Array) -> jax.Array:
+    """Adjust f32 logits [S, V], with anything behind the V tokens, as ops.sample.adjust does."""
+    held = jax.new_ref(logits, memory_space=plgpu.GMEM)  # changed in place
+    _change_rows(given_of(inputs, history), held, len(logits), sizes_of(logits, inputs, history))
+    return jax.freeze(held)
 
-                return lax.fori_loop(0, _count(ids_ref, row), add, x)
 
-            def penalize(x: jax.Array) -> jax.Array:
-                seen = load_as(history_ref, (slot, part), layout, optimized=False, dtype=jnp.int32)
-                counts = (seen >> 1).astype(jnp.float32)
-                factor = jnp.where(seen > 0, repetition_ref[row], 1.0)
-                x = jnp.where(x > 0, x / factor, x * factor)
-                return x - frequency_ref[row] * counts - jnp.where(counts > 0, presence_ref[row], 0.0)
+def sizes_of(logits: jax.Array, inputs: Any, history: jax.Array) -> AdjustSizes:
+    """Return the sizes of arrays."""
+    (S, width), (slots, V) = logits.shape, history.shape
+    per = pl.cdiv(S * pl.cdiv(V, PART), PROGRAMS)
+    return AdjustSizes(V, width, inputs.mask.shape[1], inputs.bias_ids.shape[1], slots, per)
 
-            def apply_mask(x: jax.Array) -> jax.Array:
-                bits = load_as(mask_ref, (row, part), layout.reduce(1), optimized=False, dtype=jnp.uint32)
-                bits = plgpu.layout_cast(lax.broadcast_in_dim(bits, x.shape, (0,)), layout)
-                shift = iota(x.shape, 1, layout).astype(jnp.uint32)
-                return jnp.where((bits >> shift) & 1 == 1, x, -jnp.inf)
 
-            for asks, step in ((is_biased, add_bias), (is_penalized, penalize), (is_masked, apply_mask)):
-                x = lax.cond(asks, step, lambda x: x, x)
-            logits_ref[row, part] = x
+def given_of(inputs: Any, history: jax.Array) -> list:
+    """Return what the kernel reads, as `change` takes it."""
+    return [
+        inputs.bias_ids, inputs.bias, inputs.slot, inputs.presence, inputs.frequency, inputs.repetition, inputs.mask,
+        inputs.mask_until, inputs.position, history,
+    ]  # fmt: skip
 
-        @pl.when(is_biased | is_penalized | is_masked)
-        def _() -> None:
-            @pl.loop(0, jnp.minimum(PARTS, parts - first))
-            def _(i: Any) -> None:
-                change((first + i) * WORDS, WORDS)
 
-            @pl.when(first + PARTS >= parts)
-            def _() -> None:
-                for end in range(0, rest, END):
-                    change(parts * WORDS + end, END)
+def _change_rows(given: list, held: Any, S: int, sizes: AdjustSizes) -> None:
+    """Run the programs of S rows on the logits `held`."""
 
-    held = jax.new_ref(logits.reshape(S, -1, WORD), memory_space=plgpu.GMEM)  # changed in place
-    run: Any = pl.kernel(
-        body,
+    def entry(*refs: Any) -> None:
+        def body(bias_ref: Any) -> None:
+            every = [*refs, bias_ref]
+
+            @plgpu.inline_mgpu(arg_types=([plgpu.Layout.WG_SPLAT(())] * 2, [plgpu.RefType()] * len(every)))
+            def run(_: Any, numbers: list, every: list) -> None:
+                change(FourWarps(), *(Number(x.registers.flat[0]) for x in numbers), *every, sizes=sizes)
+
+            run([lax.axis_index("row"), lax.axis_index("program")], every)  # pyright: ignore[reportCallIssue]
+
+        pl.run_scoped(body, plgpu.SMEM((PART,), jnp.float32))
+
+    kernel: Any = pl.kernel(
+        entry,
         out_type=(),
-        mesh=plgpu.Mesh(grid=(S, pl.cdiv(parts, PARTS)), grid_names=("row", "program")),
-        compiler_params=BY_LANE,
-        interpret=interpret,
+        mesh=plgpu.Mesh(grid=(S, sizes.programs), grid_names=("row", "program")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name="adjust_logits",
     )
-    run(
-        inputs.bias_ids, inputs.bias, inputs.slot, inputs.presence, inputs.frequency, inputs.repetition, inputs.mask,
-        inputs.mask_until, inputs.position, history.reshape(-1, V // WORD, WORD), held,
-    )  # fmt: skip
-    return jax.freeze(held).reshape(S, V)
+    kernel(*given, held)
 
 
-def _count(ids_ref: Any, row: Any) -> jax.Array:
-    """Return how many ids there are: -1 is padding behind them."""
-    most = ids_ref.shape[1]
+class FourWarps(RowThreads):
+    """Write the operations of a thread of four warps."""
 
-    def is_id(i: jax.Array) -> jax.Array:
-        return (i < most) & (ids_ref[row, jnp.minimum(i, most - 1)] >= 0)
+    def barrier(self) -> None:
+        """Wait for the threads of the program, and for what they wrote to shared memory."""
+        self._ask(f"bar.sync 1, {THREADS};", [])
 
-    return lax.while_loop(is_id, lambda i: i + 1, jnp.int32(0))
+
+def change(
+    on: Any, row: Any, program: Any, ids: Any, bias: Any, slot: Any, presence: Any, frequency: Any, repetition: Any,
+    mask: Any, until: Any, position: Any, history: Any, logits: Any, added: Any, *, sizes: AdjustSizes,
+) -> None:  # fmt: skip
+    """Change the logits of a program's parts of a row; `added` is shared memory for the bias of a part."""
+    own_slot = on.load(slot, row)
+    is_biased = on.load(ids, row * sizes.biased) > -1  # a row's bias is first
+    is_penalized = own_slot < sizes.slots
+    is_masked = on.load(position, row) < on.load(until, row)
+    whole = on.select(is_biased, 1, on.select(is_masked, on.integer(1), 0))
+    slot_row = on.select(is_penalized, own_slot, 0)
+
+    def read(ref: Any, ref_row: Any, width: int, columns: list, where: list, otherwise: Any) -> list:
+        return [on.load_where(ref, ref_row, width, *each, otherwise) for each in zip(columns, where, strict=True)]
+
+    def change_part(i: Any, carry: Any) -> Any:
+        first = (program * sizes.per + i) * PART
+        tokens = [first + on.thread + i * THREADS for i in range(EACH)]
+        inside = [token < sizes.V for token in tokens]
+        seen = read(history, slot_row, sizes.V, tokens, [x & is_penalized for x in inside], on.integer(0))
+        of_words = [token // 32 for token in tokens]
+        words = read(mask, row, sizes.words, of_words, [x & is_masked for x in inside], on.integer(-1))
+        changed = [x & (on.select(n > 0, on.integer(1), whole) > 0) for n, x in zip(seen, inside, strict=True)]
+        found = read(logits, row, sizes.width, tokens, changed, on.constant(0.0))
+        found = on.branch(is_biased, lambda xs: _biased(on, row, first, ids, bias, added, xs, sizes), found)
+        factors = [on.load(ref, row) for ref in (presence, frequency, repetition)]
+        for token, x, count, word, where in zip(tokens, found, seen, words, changed, strict=True):
+            x = _penalized(on, x, count, *factors)
+            x = on.select((word >> token % 32) & 1 > 0, x, float("-inf"))
+            on.store_where(logits, row, sizes.width, token, x, where)
+        return carry
+
+    count = on.select(is_penalized, on.integer(1), whole) * sizes.per
+    on.loop(on.integer(0), count, 1, change_part, on.integer(0))
+
+
+def _biased(on: Any, row: Any, first: Any, ids: Any, bias: Any, added: Any, found: list, sizes: AdjustSizes) -> list:
+    """Return the logits with the bias, which the threads spread over shared memory."""
+    for i in range(EACH):
+        on.store(added, on.thread + i * THREADS, on.constant(0.0))
+    on.barrier()
+    for i in range(-(-sizes.biased // THREADS)):
+        number = on.at_most(on.thread + i * THREADS, sizes.biased - 1)
+        place = on.load(ids, row * sizes.biased + number) - first
+        value = on.load(bias, row * sizes.biased + number)
+        is_here = (on.thread + i * THREADS < sizes.biased) & (place > -1) & (place < PART)
+        on.store(added, on.select(is_here, place, 0), value, is_here)
+    on.barrier()
+    return [x + on.load(added, on.thread + i * THREADS) for i, x in enumerate(found)]
+
+
+def _penalized(on: Any, x: Any, seen: Any, presence: Any, frequency: Any, repetition: Any) -> Any:
+    """Return a logit with penalties by its entry of the history table."""
+    counts = on.number(seen >> 1)
+    factor = on.select(seen > 0, repetition, 1.0)
+    x = on.select(on.as_integer(x) > 0, x / factor, x * factor)
+    return x - frequency * counts - on.select(seen > 1, presence, 0.0)

@@ -1,15 +1,15 @@
 """Draw tokens and score them, a warpgroup for each row, for Hopper (Pallas, Mosaic GPU).
 
-Most rows need no more of their logits than a block or the few that `truncate` holds: the maxima and sums of all blocks
-are known (`blocks`). A draw has the reference's noise and formulas; last bits may differ as in the Triton kernel
-(kernels.gpu.sample).
+Most rows need no more of their logits than a block: the maxima and sums of all blocks are known (`blocks`), and those
+of what truncation keeps (`truncate`). A draw has the reference's noise and formulas; last bits may differ as in the
+Triton kernel (kernels.gpu.sample).
 
 S rows, M blocks of 128 tokens, Mp = M rounded up to a multiple of 128.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.ops.kernels.gpu.keys import NONE, key_of, value_of
-from dovetail.ops.kernels.gpu.mosaic import truncate
-from dovetail.ops.kernels.gpu.mosaic.blocks import TILE
 from dovetail.ops.kernels.gpu.mosaic.line import Line, best_of, first_of
-from dovetail.ops.kernels.gpu.mosaic.rows import BY_LANE, iota, layout, load, load_as, store_as
+from dovetail.ops.kernels.gpu.mosaic.rows import BY_LANE, iota, layout, load, load_as
+from dovetail.ops.kernels.gpu.mosaic.truncate import LISTED, KeptTokens
 from dovetail.ops.kernels.gpu.noise import BLOCK, COLDEST, Noise
 
 Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-class Scratch(NamedTuple):
-    """Hold a program's shared memory."""
-
-    held: Any  # [FEW, BLOCK], the few blocks
-    ids: Any  # [FEW], their numbers
-    masses: Any  # [Mp]
-    copied: Any
-
-
 def draw(
     logits: jax.Array,  # [S, M, BLOCK] f32
     sums: list[jax.Array],  # of `block_sums`
+    kept: KeptTokens,
     inputs: Any,
     top: int,
     interpret: Any = None,
@@ -50,8 +41,9 @@ def draw(
 
     def body(
         temperature_ref: Any, k_ref: Any, p_ref: Any, min_p_ref: Any, hi_ref: Any, lo_ref: Any, position_ref: Any,
-        wanted_ref: Any, maxima_ref: Any, masses_ref: Any, weights_ref: Any, logits_ref: Any,
-        token_ref: Any, value_ref: Any, rank_ref: Any, values_ref: Any, ids_ref: Any, *scratch: Any,
+        wanted_ref: Any, maxima_ref: Any, masses_ref: Any, weights_ref: Any,
+        far_ref: Any, cut_ref: Any, count_ref: Any, blocks_ref: Any, kept_ref: Any, logits_ref: Any,
+        token_ref: Any, value_ref: Any, rank_ref: Any, values_ref: Any, ids_ref: Any,
     ) -> None:  # fmt: skip
         row, wanted = lax.axis_index("row"), wanted_ref[lax.axis_index("row")]
         temperature, numbers = temperature_ref[row], iota((Mp,), 0, layout(Mp))
@@ -65,9 +57,31 @@ def draw(
 
         def draw_one() -> jax.Array:
             noise = Noise(hi_ref[row], lo_ref[row], position_ref[row], _log1p)
-            masses = of_blocks(masses_ref, 0.0) * jnp.exp(line.scale(maxima))
-            return _draw(line, maxima, masses, numbers, noise, k_ref[row], p_ref[row], min_p_ref[row],
-                         Scratch(*scratch))  # fmt: skip
+            k, p, min_p = k_ref[row], p_ref[row], min_p_ref[row]
+
+            def everything() -> tuple[jax.Array, ...]:
+                masses = of_blocks(masses_ref, 0.0) * jnp.exp(line.scale(maxima))
+                return _from_all(masses, numbers, line.blocks, noise), jnp.float32(-jnp.inf), jnp.float32(-jnp.inf)
+
+            def truncated() -> tuple[jax.Array, ...]:
+                count = count_ref[row]
+
+                def from_few() -> jax.Array:
+                    place = iota((LISTED,), 0, layout(LISTED))
+                    ids = load_as(blocks_ref, (row,), layout(LISTED), dtype=jnp.int32)
+                    masses = load(kept_ref, (row, pl.ds(0, LISTED)), LISTED)
+                    scores = jnp.where(place < count, jnp.log(masses) + noise.at(ids), -jnp.inf)
+                    return blocks_ref[row, jnp.clip(best_of(scores, place), 0, LISTED - 1)]
+
+                def from_row() -> jax.Array:
+                    return _from_all(of_blocks(kept_ref, 0.0), numbers, line.blocks, noise)
+
+                block = lax.cond(count > 0, from_few, from_row)
+                return block, -far_ref[row] / line.heat, -cut_ref[row] / line.heat
+
+            truncates = (min_p > 0) | ((k > 0) & (k < line.blocks * BLOCK)) | (p < 1)
+            block, floor, cut = lax.cond(truncates, truncated, everything)
+            return _draw(line, block, floor, cut, noise)
 
         def likeliest() -> jax.Array:
             block = best_of(maxima, numbers)
@@ -97,21 +111,16 @@ def draw(
     body.__name__ = "draw_tokens"
     given = [
         inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed_hi, inputs.seed_lo, inputs.position,
-        inputs.top_logprobs, *sums, logits,
+        inputs.top_logprobs, *sums, *kept, logits,
     ]  # fmt: skip
-    few = truncate.FEW
     tokens, value, rank, values, ids = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
         grid=(S,),
         grid_names=("row",),
         compiler_params=BY_LANE,
-        scratch_types=Scratch(
-            plgpu.SMEM((few, BLOCK), jnp.float32), plgpu.SMEM((few,), jnp.int32), plgpu.SMEM((Mp,), jnp.float32),
-            plgpu.Barrier(num_arrivals=few),
-        ),
         interpret=interpret,
-    )(*given)  # fmt: skip
+    )(*given)
     return tokens, (value, rank, values[:, :top], ids[:, :top])
 
 
@@ -125,49 +134,21 @@ def _log1p(x: jax.Array) -> jax.Array:
     return jnp.where(y == 1.0, x, jnp.log(y) * (x / jnp.where(y == 1.0, 1.0, y - 1.0)))
 
 
-def _draw(
-    line: Line, maxima: jax.Array, masses: jax.Array, numbers: jax.Array, noise: Noise, k: Any, p: Any, min_p: Any,
-    scratch: Scratch,
-) -> jax.Array:  # fmt: skip
-    """Draw a token, as ops.sample.gumbel_argmax does after truncate: a block by its weight, then a token of it."""
-    of_blocks = noise.at(numbers)
+def _from_all(masses: jax.Array, numbers: jax.Array, blocks: int, noise: Noise) -> jax.Array:
+    """Draw a block by its weight."""
+    return best_of(jnp.where(numbers < blocks, jnp.log(masses) + noise.at(numbers), -jnp.inf), numbers)
 
-    def from_all(masses: jax.Array) -> jax.Array:
-        scores = jnp.where(numbers < line.blocks, jnp.log(masses) + of_blocks, -jnp.inf)
-        return best_of(scores, numbers)
 
-    def truncated() -> tuple[jax.Array, jax.Array, jax.Array]:
-        edge, found = truncate.hold_few(line, line.scale(maxima), numbers, scratch.held, scratch.ids, scratch.copied)
-        kept = truncate.truncate(line, jnp.sum(masses), edge, found, scratch.held, k, p, min_p)
+def _draw(line: Line, block: jax.Array, floor: jax.Array, cut: jax.Array, noise: Noise) -> jax.Array:
+    """Draw a token of a block, as ops.sample.gumbel_argmax does.
 
-        def from_few() -> jax.Array:
-            held = load_as(scratch.held, (slice(None), slice(None)), TILE, optimized=False)
-            of_rows = TILE.reduce(1)
-            place = iota(held.shape[:1], 0, of_rows)
-            ids = load_as(scratch.ids, (slice(None),), of_rows, optimized=False, dtype=jnp.int32)
-            mass = jnp.sum(kept.weigh(line.scale(held))[1], axis=1)
-            scores = jnp.where(place < found, jnp.log(mass) + noise.at(ids), -jnp.inf)
-            return scratch.ids[jnp.clip(best_of(scores, place), 0, truncate.FEW - 1)]
-
-        def from_row() -> jax.Array:
-            def weigh(start: Any, logits: jax.Array) -> None:
-                mass = jnp.sum(kept.weigh(line.scale(logits))[1], axis=1)
-                store_as(scratch.masses, (pl.ds(start, logits.shape[0]),), mass)
-
-            line.each_part(weigh)
-            plgpu.commit_smem()
-            return from_all(load(scratch.masses, (slice(None),), numbers.shape[0]))
-
-        return lax.cond(kept.in_few, from_few, from_row), kept.floor, kept.least
-
-    def everything() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return from_all(masses), jnp.float32(-jnp.inf), jnp.float32(0)
-
-    truncates = (min_p > 0) | ((k > 0) & (k < line.blocks * BLOCK)) | (p < 1)
-    block, floor, least = lax.cond(truncates, truncated, everything)
-    kept = truncate.Thresholds(floor, least, truncates)
-    scaled, _ = kept.weigh(line.scale(line.block(block)))
-    return block * BLOCK + best_of(scaled + noise.at(_lanes() + line.blocks), _lanes())
+    It is one of those not below `floor`, scaled, and of no less weight than one at `cut`.
+    """
+    scaled, lanes = line.scale(line.block(block)), _lanes()
+    # by the same instruction: that of a scalar may round differently
+    least = jnp.exp(jnp.where(lanes < 0, scaled, cut))
+    stays = (scaled >= floor) & (jnp.exp(scaled) >= least)
+    return block * BLOCK + best_of(jnp.where(stays, scaled, -jnp.inf) + noise.at(lanes + line.blocks), lanes)
 
 
 def _rank(line: Line, chosen: jax.Array, best: jax.Array) -> jax.Array:

@@ -65,14 +65,6 @@ class Line:
         sums = lax.fori_loop(0, pl.cdiv(self.blocks, PART * LOADS), turn, zeros)
         return [jnp.sum(jnp.sum(x, axis=1)) for x in sums]
 
-    def each_part(self, use: Callable[[Any, jax.Array], None]) -> None:
-        """Call `use` with the first block and the logits [PART, BLOCK] of each part; two parts may share blocks."""
-
-        @pl.loop(0, pl.cdiv(self.blocks, PART))
-        def _(i: Any) -> None:
-            start = jnp.minimum(i * PART, self.blocks - PART)
-            use(start, load_as(self.ref, (self.row, pl.ds(start, PART)), TILE, optimized=False))
-
 
 def first_of(chosen: jax.Array, numbers: jax.Array) -> jax.Array:
     """Return the least of the chosen numbers, which are not negative: an integer maximum is one instruction."""

@@ -196,9 +196,10 @@ class Threads:
 
 
 def launch(
-    name: str, program: Any, given: Any, out: list, programs: int, shared: tuple[int, ...] = (), on: Any = None
-) -> list:
-    """Run a program of a warpgroup `programs` times.
+    name: str, program: Any, given: Any, out: list, programs: int, shared: tuple[int, ...] = (), on: Any = None,
+    warpgroups: int = 1,
+) -> list:  # fmt: skip
+    """Run a program `programs` times.
 
     Args:
         name: The kernel's name.
@@ -208,7 +209,10 @@ def launch(
         programs: How many there are.
         shared: The sizes of int32 arrays in shared memory.
         on: The operations, if the program has others than those of `Threads`.
+        warpgroups: How many run a program; its operations must know of them.
     """
+    several: dict[str, Any] = dict(num_threads=warpgroups, thread_name="warpgroup") if warpgroups > 1 else {}
+    shares: dict[str, Any] = dict(collective_axes="warpgroup") if warpgroups > 1 else {}
 
     def entry(*refs: Any) -> None:
         def body(*memory: Any) -> None:
@@ -221,7 +225,7 @@ def launch(
             run(lax.axis_index("program"), every)  # pyright: ignore[reportCallIssue]
 
         if shared:
-            pl.run_scoped(body, *[plgpu.SMEM((size,), jnp.int32) for size in shared])
+            pl.run_scoped(body, *[plgpu.SMEM((size,), jnp.int32) for size in shared], **shares)
         else:
             body()
 
@@ -231,6 +235,7 @@ def launch(
         grid=(programs,),
         grid_names=("program",),
         kernel_name=name,
+        **several,
         # the default in jax 0.12, and not in 0.10
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
