@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
 from dovetail.ops.capabilities import tries_unmeasured
-from dovetail.ops.kernels.gpu import packed_turns
+from dovetail.ops.kernels.gpu import packed_integer, packed_turns
 from dovetail.ops.kernels.gpu.experts import Tiles
 from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
@@ -41,13 +41,22 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
-    if tries_unmeasured() and (found := packed_turns.plan(p, tiles)):
+    if tries_unmeasured() and (found := _in_integers(p, programs, tiles) or packed_turns.plan(p, tiles)):
         return found
     if p.per_byte == 1:
         return p._replace(groups=2, ahead=2) if programs < MANY else p
     # programs share what they read of the tokens, which are many bytes beside 4 bits
     shares = names == 1 and programs >= 2 * MANY and len(tiles.row) > FEW // 2 and out % (2 * BLOCK) == 0
     return p._replace(blocks=2) if shares else p
+
+
+def _in_integers(p: FewPlan, programs: int, tiles: Tiles) -> FewPlan | None:
+    """Return the plan of a product in integers, if it suits the format and the tokens."""
+    tokens = len(tiles.row)
+    p = p._replace(in_integers=True, ahead_x=1, tokens=tokens, groups=2 if programs < MANY else 1)
+    if tokens > 2 and p.names == 1 and programs >= 2 * MANY and p.out % (2 * BLOCK) == 0:
+        p = p._replace(blocks=2, ahead=max(1, p.ahead // 2))  # each program rounds the tokens
+    return p if packed_integer.suits(p, tokens) else None
 
 
 def product(
@@ -100,10 +109,10 @@ def product(
 def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
     """Compute some blocks of rows for one tile; if `reads` is None, one tile holds all T tokens."""
 
-    def body(partial: Any, done: Any) -> None:
+    def body(partial: Any, done: Any, *memory: Any) -> None:
         expert, source, target, count = tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)
         row = lax.axis_index("block") * p.rows
-        _add_up(p, partial, x_ref, inputs, expert, row, source, count)
+        _add_up(p, (partial, *memory), x_ref, inputs, expert, row, source, count)
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
 
@@ -112,7 +121,9 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
             plgpu.barrier_wait(done)
             finish(partial, target, row, count)
 
-    memory = plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)
+    memory = [plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)]
+    if p.in_integers:
+        memory += [plgpu.SMEM((n,), jnp.int32) for n in packed_integer.sizes(p)]
     run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
     if reads is None:
         run()
@@ -156,19 +167,22 @@ def _store(p: FewPlan, y: jax.Array, out_ref: Any, target: jax.Array, row: jax.A
 
 
 def _add_up(
-    p: FewPlan, partial: Any, x_ref: Any, inputs: dict[str, list], expert: Any, row: Any, source: Any, count: Any
+    p: FewPlan, memory: tuple, x_ref: Any, inputs: dict[str, list], expert: Any, row: Any, source: Any, count: Any
 ) -> None:
-    """Store the sums of each warp, with scales and biases, as `partial` [warp, weight, token, row]."""
+    """Store the sums of each warp, with scales and biases, as the first array of memory [warp, weight, token, row]."""
     kinds = [kind for kind, refs in inputs.items() if refs]
     refs = [ref for kind in kinds for ref in inputs[kind]]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), [plgpu.RefType()] * len(refs), *[SCALAR] * 4))
-    def run(_: Any, partial: Any, x: Any, refs: list, *scalars: Any) -> None:
+    given = [*memory, x_ref], refs
+
+    @plgpu.inline_mgpu(arg_types=(*[[plgpu.RefType()] * len(each) for each in given], *[SCALAR] * 4))
+    def run(_: Any, arrays: list, refs: list, *scalars: Any) -> None:
         each = len(refs) // len(kinds)
         found = {kind: refs[i * each :][:each] for i, kind in enumerate(kinds)}
-        Warp(p, partial, x, found, *map(_as_i32, scalars)).run()
+        kind = packed_integer.IntegerWarp if p.in_integers else Warp
+        kind(p, *arrays, found, *map(_as_i32, scalars)).run()
 
-    run(partial, x_ref, refs, expert, row, source, count)
+    run(*given, expert, row, source, count)
 
 
 def _as_i32(array: Any) -> Any:
