@@ -12,7 +12,14 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.ops.kernels.gpu import packed_integer, packed_persistent, packed_shared, packed_turns, packed_warp, warp_ops
+from dovetail.ops.kernels.gpu import (
+    packed_integer,
+    packed_persistent,
+    packed_shared,
+    packed_turns,
+    packed_warp,
+    warp_ops,
+)
 from dovetail.ops.kernels.gpu.packed_few import FEW
 
 bf16 = jnp.bfloat16
@@ -215,6 +222,8 @@ class Warps(packed_warp.Warp):
 
 class IntegerWarps(packed_integer.IntegerWarp, Warps):
     """Run a program's warps in integers."""
+
+    scalar = Warps.scalar
 
 
 class PersistentWarps(packed_persistent.PersistentWarp):

@@ -54,6 +54,7 @@ def _in_integers(p: FewPlan, programs: int, tiles: Tiles) -> FewPlan | None:
     """Return the plan of a product in integers, if it suits the format and the tokens."""
     tokens = len(tiles.row)
     p = p._replace(in_integers=True, ahead_x=1, tokens=tokens, groups=2 if programs < MANY else 1)
+    p = p._replace(ahead=1) if p.form.name == "mxfp4" and p.names > 1 else p  # registers for four programs
     if tokens > 2 and p.names == 1 and programs >= 2 * MANY and p.out % (2 * BLOCK) == 0:
         p = p._replace(blocks=2, ahead=max(1, p.ahead // 2))  # each program rounds the tokens
     return p if packed_integer.suits(p, tokens) else None
@@ -125,7 +126,7 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
     if p.in_integers:
         memory += [plgpu.SMEM((n,), jnp.int32) for n in packed_integer.sizes(p)]
     run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
-    if reads is None:
+    if reads is None or (p.in_integers and T == 1):  # the experts of one token are distinct: all tiles are in use
         run()
     else:
         pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)

@@ -1,10 +1,11 @@
 """Packed weights of 4 bits times up to 4 tokens in integers, on Hopper (ops/kernels/gpu/packed_few.py).
 
-Beside packed_warp: a word of codes becomes 8 bytes by 3 (int4) or 7 (mxfp4) operations instead of 14 or more, since
+Beside packed_warp: a word of codes becomes 8 bytes by 3 (int4) or 8 (mxfp4) operations instead of 14 or more, since
 int4 - 8 and 2 e2m1 are integers. A program first rounds the tokens to 15 bits, with a power of two for the values that
-a product (mma, 16 rows, 8 columns, 32 values) adds up: a group of int4, and 32 values of mxfp4. So numbers up to 2^-6 of
-the greatest one stay as they are. They are split into two bytes, which are columns of their own: sums of a higher and a
-lower byte lie side by side in a thread, and are exact.
+a product (mma, 16 rows, 8 columns, 32 values) adds up: a group of int4, and 32 values of mxfp4. So numbers down to 2^-6
+of the greatest one stay as they are. They are split into two bytes, which are columns of their own: sums of a higher
+and a lower byte lie side by side in a thread, and are exact. A table gives bytes of mxfp4 without signs; codes below 0
+are zeros in one product and alone in another one, which is subtracted.
 
 The four threads that share a row have different groups of mxfp4, whose scales differ: there, a token has a pair of
 columns for each of the four, with zeros in the other ones' values. That is room for one token.
@@ -16,6 +17,7 @@ import functools
 from typing import Any
 
 from jax.experimental import pallas as pl
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from dovetail.ops.kernels.gpu.packed_warp import QUAD, FewPlan, LoadedStep, Warp
@@ -25,10 +27,12 @@ from dovetail.ops.kernels.gpu.warp_ops import (
     bits_of,
     byte_address,
     c,
+    c64,
     flipped,
     float_of,
     fma,
     int32,
+    load_number,
     load_shared,
     load_words,
     max_halves,
@@ -113,8 +117,9 @@ class IntegerWarp(Warp):
     # --- the tokens ---------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Round the tokens and store them in shared memory."""
+        """Round the tokens and store them in shared memory; begin to load the biases, which are needed last."""
         p = self.p
+        self.biases = [super(IntegerWarp, self).end("bias", at) for at in range(len(self.rows))]
         if p.form.name == "mxfp4":
             place = times(arith.remui(thread(), c(chunk_bytes(p) // 16)), 16)
             zeros = arith.addi(place, c(p.tokens * PARTS * column_bytes(p)))
@@ -220,6 +225,16 @@ class IntegerWarp(Warp):
         if self.p.form.name == "int4":
             return as_f32(scale)
         return float_of(arith.shli(arith.extui(int32(), scale), c(23)))
+
+    def scalar(self, kind: str, i: int, row: Any, group: Any = None) -> Any:
+        """Return the scale or bias of a row; as no thread writes it, ptxas may load it before barriers."""
+        ref = self.inputs[kind][i]
+        columns = 1 if group is None else ir.MemRefType(ref.type).shape[-1]
+        return load_number(ref, row, columns, c64(0) if group is None else wide(group))
+
+    def end(self, kind: str, at: int) -> list | None:
+        """Return the biases of a block's rows; scales are of groups."""
+        return self.biases[at] if kind == "bias" else None
 
     def whole(self, total: list) -> list:
         """Return a block's sums: of mxfp4 each of the four threads has a part."""

@@ -101,10 +101,21 @@ def load_now(pointer: Any, first: int, count: int) -> Any:
     return llvm.inline_asm(int32(), [given], text, "=r,l", has_side_effects=True)
 
 
+def load_number(ref: Any, row: Any, width: int, column: Any) -> Any:
+    """Return an element of 8, 16 or 32 bits of a matrix in global memory that nothing writes meanwhile."""
+    from jaxlib.mlir.dialects import llvm
+
+    kind = element_of(ref)
+    pointer = llvm.ptrtoint(ir.IntegerType.get_signless(64), address(ref, row, width, column, kind))
+    bits = ir.IntegerType.get_signless(max(16, kind.width))  # a register of 16 bits is the smallest
+    text, constraint = f"ld.global.nc.b{kind.width} $0, [$1];", {16: "=h", 32: "=r"}[bits.width]
+    return number(llvm.inline_asm(bits, [pointer], text, f"{constraint},l", has_side_effects=False), ref)
+
+
 def number(word: Any, ref: Any) -> Any:
     """Return the lowest bits of a word as an element of `ref`."""
     kind = element_of(ref)
-    bits = word if kind.width == 32 else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
+    bits = word if kind.width == word.type.width else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
     return bits if isinstance(kind, ir.IntegerType) else arith.bitcast(kind, bits)
 
 
