@@ -40,7 +40,19 @@ from dovetail.ops.quant.weight import Quantized
 BANDWIDTH = 4.17e12  # bytes per second that a copy reaches on an H200
 COPIED = 256 << 20  # bytes in bf16 of the weights that are used in turn; in 4 bits more than the L2 cache
 CALLS = 5
-PLANS = (1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)  # (groups of warps, steps ahead)
+PLANS = [  # of products in integers
+    dict(groups=groups, blocks=blocks, ahead=ahead)
+    for groups, blocks, ahead in (
+        (1, 1, 1),
+        (1, 1, 2),
+        (1, 1, 4),
+        (1, 2, 1),
+        (1, 2, 2),
+        (2, 1, 1),
+        (2, 1, 2),
+        (2, 1, 4),
+    )
+]
 FORMATS = {
     "int8": Format("int8"),
     "fp8": Format("fp8"),
@@ -102,10 +114,10 @@ def variants(is_asked: bool, form: Format | None = None, tokens: int = 0, plans:
             yield ", integers"
     if is_asked:
         with planned(True, integers=False):
-            yield ", persistent" if tokens <= packed_few.FEW else ", unmeasured"
-    for groups, ahead in PLANS if plans and in_integers else ():
-        with planned(True, groups=groups, ahead=ahead):
-            yield f", integers, {4 * groups} warps, {ahead} ahead"
+            yield ", unmeasured"
+    for plan in PLANS if plans and in_integers else ():
+        with planned(True, **plan):
+            yield f", integers, {4 * plan['groups']} warps, {plan['blocks']} blocks, {plan['ahead']} ahead"
 
 
 def error(got: jax.Array, expected: jax.Array) -> float:
@@ -116,9 +128,9 @@ def error(got: jax.Array, expected: jax.Array) -> float:
 def reported(label: str, run: Callable[[], str]) -> None:
     """Print what `run` returns, or how it failed."""
     try:
-        print(f"{label:48} {run()}", flush=True)
+        print(f"{label:64} {run()}", flush=True)
     except Exception as problem:  # the other lines are still wanted
-        print(f"{label:48} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
+        print(f"{label:64} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------

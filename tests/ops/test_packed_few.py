@@ -185,7 +185,7 @@ def test_persistent_programs_are_shared_among_the_tiles_in_use(monkeypatch, toke
 @pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (6144, 4096), (2880, 2880)])
 def test_persistent_programs_fit_a_multiprocessor(choose, tokens, shape):
     choose(True)
-    form, x = FORMATS["fp8"], jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
+    form, x = FORMATS["fp8 in groups"], jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
     p = packed_few.plan(form, packed_weights.tiles_of(x, form), shape)  # pyright: ignore[reportArgumentType]
     if shape == (4096, 14336) and tokens == 8:  # more bytes than shared memory has
         assert p.programs == 0

@@ -32,6 +32,7 @@ from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
 
 FEW = 8  # tokens of a tile
 MANY = 4 * 132  # programs, from which on each multiprocessor has several of four warps
+FEW_PROGRAMS = 2 * 132  # up to which they have eight warps, in integers
 AHEAD = 4  # loads of 32 bytes by a thread that are under way
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -41,22 +42,30 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
-    if tries_unmeasured() and (found := _in_integers(p, programs, tiles) or packed_turns.plan(p, tiles)):
+    if tries_unmeasured() and (found := _in_integers(p, programs, tiles) or _in_turn(p, tiles)):
         return found
     if p.per_byte == 1:
-        return p._replace(groups=2, ahead=2) if programs < MANY else p
+        p = p._replace(groups=2, ahead=2) if programs < MANY else p
+        # without a loop: registers for 3 programs instead of 2
+        return p._replace(ahead=4) if tries_unmeasured() and p.groups == 2 and p.steps <= 8 else p
     # programs share what they read of the tokens, which are many bytes beside 4 bits
     shares = names == 1 and programs >= 2 * MANY and len(tiles.row) > FEW // 2 and out % (2 * BLOCK) == 0
     return p._replace(blocks=2) if shares else p
 
 
+def _in_turn(p: FewPlan, tiles: Tiles) -> FewPlan | None:
+    """Return the plan of persistent programs; without groups, others are as fast."""
+    return packed_turns.plan(p, tiles) if p.form.group else None
+
+
 def _in_integers(p: FewPlan, programs: int, tiles: Tiles) -> FewPlan | None:
     """Return the plan of a product in integers, if it suits the format and the tokens."""
-    tokens = len(tiles.row)
-    p = p._replace(in_integers=True, ahead_x=1, tokens=tokens, groups=2 if programs < MANY else 1)
-    p = p._replace(ahead=1) if p.form.name == "mxfp4" and p.names > 1 else p  # registers for four programs
+    tokens, groups = len(tiles.row), 2 if programs <= FEW_PROGRAMS and p.names == 1 else 1
+    p = p._replace(in_integers=True, ahead_x=1, tokens=tokens, groups=groups)
+    # registers for 4 programs of four warps, or 2 of eight: a loop of 4 steps needs more than all of 8 at once
+    p = p._replace(ahead=1 if p.names > 1 else 4 if p.steps * groups <= 8 else 2)
     if tokens > 2 and p.names == 1 and programs >= 2 * MANY and p.out % (2 * BLOCK) == 0:
-        p = p._replace(blocks=2, ahead=max(1, p.ahead // 2))  # each program rounds the tokens
+        p = p._replace(blocks=2, ahead=1)  # each program rounds the tokens
     return p if packed_integer.suits(p, tokens) else None
 
 

@@ -49,7 +49,7 @@ from dovetail.ops.kernels.gpu.warp_ops import (
 )
 
 MOST_TOKENS = {"int4": 4, "mxfp4": 1}
-MOST_MEMORY = 48 * 1024  # bytes of a program's tokens
+MOST_MEMORY = 96 * 1024  # bytes of a program's tokens
 PIECE = 16  # values, of which a column has 16 bytes
 PARTS = 2  # bytes of a number: the columns of a token
 COUNT = 0x4B400000  # the bits of 1.5 * 2^23 in f32, whose lowest bits count ones
