@@ -67,6 +67,9 @@ class Words:
     def __or__(self, other):
         return Words(self.value | (other if isinstance(other, int) else other.value))
 
+    def swapped(self):
+        return Words(self.value >> 8 | self.value << 8)
+
     def __mul__(self, other):
         return Words(self.value * np.uint32(other))
 
@@ -254,7 +257,7 @@ def _stand_ins(p) -> dict:
         # of products in integers
         "float_of": _float_of, "bits_of": lambda x: x.view(np.uint32), "permuted": _permuted, "barrier": lambda _: None,
         "max_halves": _max_halves, "flipped": lambda word, bits, kept: (word ^ np.uint32(bits)) & np.uint32(kept),
-        "unknown": np.uint32,
+        "unknown": np.uint32, "least": np.minimum,
         "multiply_add_bytes": _multiply_add_bytes, "store_shared_word": lambda r, at, x: _store_shared(r, at, [x]),
         "shuffled": lambda x, distance: np.broadcast_to(x, 32 * p.warps)[np.arange(32 * p.warps) ^ distance],
         # of persistent programs
