@@ -20,31 +20,33 @@ from jax.experimental import pallas as pl
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from dovetail.ops.kernels.gpu.byte_ops import (
+    bits_of,
+    flipped,
+    float_of,
+    max_halves,
+    multiply_add_bytes,
+    permuted,
+    shuffled,
+    unknown,
+)
 from dovetail.ops.kernels.gpu.packed_warp import QUAD, FewPlan, LoadedStep, Warp
 from dovetail.ops.kernels.gpu.warp_ops import (
     as_f32,
     barrier,
-    bits_of,
     byte_address,
     c,
     c64,
-    flipped,
-    float_of,
     fma,
     int32,
     load_number,
     load_shared,
     load_words,
-    max_halves,
-    multiply_add_bytes,
-    permuted,
     repeat,
-    shuffled,
     store_shared,
     store_shared_word,
     thread,
     times,
-    unknown,
     wide,
 )
 

@@ -12,7 +12,6 @@ from jax.extend.mlir.dialects import arith, scf, vector
 from dovetail.ops.kernels.gpu.packed_codes import GREATEST_SCALE, scale_bits
 
 INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32"
-BYTES = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
 OPERANDS = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 CONSTRAINTS = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
 
@@ -212,32 +211,8 @@ def count_ones(word: Any) -> Any:
     return math.ctpop(word)
 
 
-def shuffled(value: Any, distance: int) -> Any:
-    """Return the value of the lane whose number differs in this bit."""
-    return utils.shfl_bfly(value, distance)
-
-
-def max_halves(x: Any, y: Any) -> Any:
-    """Return the greater ones of the lower and of the upper halves, as integers without a sign."""
-    return _found("max.u16x2 $0, $1, $2;", x, y)
-
-
-def flipped(word: Any, bits: Any, kept: Any) -> Any:
-    """Return (word ^ bits) & kept by one instruction."""
-    return _found("lop3.b32 $0, $1, $2, $3, 0x28;", word, bits, kept)
-
-
-def unknown(value: int) -> Any:
-    """Return a constant of which ptxas does not know: it would load a known one for each of its uses."""
-    return arith.ori(arith.shrui(_found("mov.u32 $0, %smid;"), c(16)), c(value))
-
-
-def permuted(low: Any, high: Any, selector: Any) -> Any:
-    """Return four of the eight bytes of two registers; of those with 8 in the selector, the sign eight times."""
-    return _found("prmt.b32 $0, $1, $2, $3;", low, high, selector)
-
-
-def _found(text: str, *given: Any) -> Any:
+def instruction(text: str, *given: Any) -> Any:
+    """Return the word of 32 bits that an instruction on words finds."""
     from jaxlib.mlir.dialects import llvm
 
     constraints = ",".join(["=r", *["r"] * len(given)])
@@ -263,16 +238,6 @@ def as_f32(value: Any) -> Any:
     return value if value.type == f32 else arith.extf(f32, value)
 
 
-def float_of(bits: Any) -> Any:
-    """Return the number in f32 with these bits."""
-    return arith.bitcast(ir.F32Type.get(), bits)
-
-
-def bits_of(number: Any) -> Any:
-    """Return the bits of a number in f32."""
-    return arith.bitcast(int32(), number)
-
-
 def fma(x: Any, y: Any, z: Any) -> Any:
     """Return x y + z."""
     from jaxlib.mlir.dialects import math
@@ -282,8 +247,13 @@ def fma(x: Any, y: Any, z: Any) -> Any:
 
 def scale_pair(code: Any) -> Any:
     """Return the factor of mxfp4's numbers under a scale (packed_codes) twice, as the bits of bf16 numbers."""
-    bits = arith.minui(arith.extui(int32(), code), c(GREATEST_SCALE))
-    return twice(arith.shli(arith.addi(bits, c(scale_bits(0) >> 7)), c(7)))
+    bits = least(arith.extui(int32(), code), c(GREATEST_SCALE))
+    return arith.addi(times(bits, 0x00800080), c(0x00010001 * scale_bits(0)))
+
+
+def least(x: Any, y: Any) -> Any:
+    """Return the lesser integer without a sign; LLVM would compute with 16 bits of a known range."""
+    return instruction("min.u32 $0, $1, $2;", x, y)
 
 
 def twice(bits: Any) -> Any:
@@ -301,14 +271,3 @@ def multiply_add(sums: list, left: list, right: list, of: str = "bf16") -> list:
     text = f"{INSTRUCTION.format(of)} {OPERANDS}"
     found: Any = llvm.inline_asm(kind, given, text, CONSTRAINTS, has_side_effects=False)
     return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
-
-
-def multiply_add_bytes(sums: list, left: list, right: list) -> list:
-    """Return a thread's sums, four i32, plus a warp's product of registers with four bytes each."""
-    from jaxlib.mlir.dialects import llvm
-
-    kind = llvm.StructType.get_literal([int32()] * 4)
-    found: Any = llvm.inline_asm(
-        kind, [*left, *right, *sums], f"{BYTES} {OPERANDS}", CONSTRAINTS.replace("f", "r"), has_side_effects=False
-    )
-    return [llvm.extractvalue(int32(), found, [i]) for i in range(4)]
