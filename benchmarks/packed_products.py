@@ -88,18 +88,26 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
 
 
 @contextlib.contextmanager
-def planned(unmeasured: bool, integers: bool = True, **changes: int) -> Iterator[None]:
-    """Choose kernels that have been measured or not, of the latter in integers or not, with changes of their plan."""
-    before = os.environ.get(UNMEASURED), packed_few.plan, packed_integer.MOST_TOKENS
+def planned(unmeasured: bool, integers: bool = True, in_turn: bool = True, **changes: int) -> Iterator[None]:
+    """Choose kernels that have been measured or not.
+
+    Args:
+        unmeasured: Whether those may be chosen that have not been.
+        integers: Whether among them are products in integers.
+        in_turn: Whether among them are persistent programs.
+        **changes: Of the plan of a product in integers.
+    """
+    before = os.environ.get(UNMEASURED), packed_few.plan, packed_integer.MOST_TOKENS, packed_few._in_turn
     os.environ[UNMEASURED] = str(int(unmeasured))
     packed_integer.MOST_TOKENS = before[2] if integers else {}
+    packed_few._in_turn = before[3] if in_turn else lambda *_: None
     packed_few.plan = lambda *a, **b: p._replace(**changes) if (p := before[1](*a, **b)).in_integers else p
     for product in (packed_matmul, few_token_packed_experts):
         cast(Any, product).clear_cache()  # they are traced with the plan
     try:
         yield
     finally:
-        packed_few.plan, packed_integer.MOST_TOKENS = before[1:]
+        packed_few.plan, packed_integer.MOST_TOKENS, packed_few._in_turn = before[1:]
         os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
 
 
@@ -114,7 +122,10 @@ def variants(is_asked: bool, form: Format | None = None, tokens: int = 0, plans:
             yield ", integers"
     if is_asked:
         with planned(True, integers=False):
-            yield ", unmeasured"
+            yield ", persistent" if tokens <= packed_few.FEW else ", unmeasured"
+    if is_asked and tokens <= packed_few.FEW:
+        with planned(True, integers=False, in_turn=False):
+            yield ", simple, unmeasured"
     for plan in PLANS if plans and in_integers else ():
         with planned(True, **plan):
             yield f", integers, {4 * plan['groups']} warps, {plan['blocks']} blocks, {plan['ahead']} ahead"

@@ -44,6 +44,8 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
     if tries_unmeasured() and (found := _in_integers(p, programs, tiles) or _in_turn(p, tiles)):
         return found
+    if names > 1 and tiles.table.shape[1] > 1 and tries_unmeasured():
+        p = p._replace(tiles_first=True)  # those without tokens lie among others, and all tiles read the same tokens
     if p.per_byte == 1:
         p = p._replace(groups=2, ahead=2) if programs < MANY else p
         # without a loop: registers for 3 programs instead of 2
@@ -103,7 +105,8 @@ def product(
         run(p, None if is_matrix else reads, len(tiles.row), finish, table_ref, x_ref, inputs)
 
     is_matrix = tiles.table.shape[1] == len(weights[0]["codes"]) == 1  # with one tile, of all tokens
-    grid = {"program": p.programs} if p.programs else {"tile": tiles.table.shape[1], "block": p.out // p.rows}
+    grid = {"tile": tiles.table.shape[1], "block": p.out // p.rows}
+    grid = {"program": p.programs} if p.programs else dict(reversed(grid.items())) if p.tiles_first else grid
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((tiles.R, p.out), dtype or x.dtype),

@@ -58,6 +58,7 @@ class FewPlan(NamedTuple):
     programs: int = 0  # that compute several blocks in turn (packed_persistent); 0: one for each block
     tokens: int = 8  # of a tile, at most
     in_integers: bool = False  # packed_integer
+    tiles_first: bool = False  # whether programs beside each other have other tiles instead of other rows
 
     @property
     def rows(self) -> int:
