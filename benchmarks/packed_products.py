@@ -147,7 +147,7 @@ def reported(label: str, run: Callable[[], str]) -> None:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str, unmeasured: bool) -> None:
+def check(only: str, unmeasured: bool, tokens: list[int] | None) -> None:
     """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
@@ -158,15 +158,15 @@ def check(only: str, unmeasured: bool) -> None:
         ):  # fmt: skip
             for note in (
                 variants(unmeasured and T <= packed_few.FEW, form, T)
-                if only in name and size % (form.group or 64) == 0
+                if name.startswith(only) and size % (form.group or 64) == 0 and T in (tokens or [T])
                 else ()
             ):
                 what = f"{name}, {T} x {out} x {size}{note}"
                 reported(what, lambda a=(form, T, out, size, dtype): _check_matrix(*a))
     for name, form in FORMATS.items():
         # more than 8: tiles of 16 to 128 tokens, and two of an expert
-        for T in (1, 3, 5, 8, 40, 100, 300, 700) if only in name and name in CHECKED_EXPERTS else ():
-            for note in variants(unmeasured, form, T):
+        for T in (1, 3, 5, 8, 40, 100, 300, 700) if name.startswith(only) and name in CHECKED_EXPERTS else ():
+            for note in variants(unmeasured, form, T) if T in (tokens or [T]) else ():
                 reported(f"{name}, experts, {T} tokens{note}", lambda form=form, T=T: _check_experts(form, T))
 
 
@@ -230,8 +230,8 @@ def kernels(run: Callable, *args: Any) -> dict[str, float]:
     return found
 
 
-def in_turn(product: Callable, x: jax.Array, items: list) -> tuple[float, float]:
-    """Return the seconds of a product of x with each item, one after another, per item: of its kernels, of all."""
+def in_turn(product: Callable, x: jax.Array, items: list) -> tuple[list[float], float]:
+    """Return the seconds of a product of x with each item, one after another, per item: of its kernels, and of all."""
 
     @jax.jit
     def run(x: jax.Array, items: list) -> list[jax.Array]:
@@ -242,8 +242,8 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> tuple[float, float]
         return found
 
     found = kernels(run, x, items)
-    own = [took for name, took in found.items() if "packed" in name] or found.values()
-    return sum(own) / len(items), sum(found.values()) / len(items)
+    own = [took for name, took in found.items() if "packed" in name] or list(found.values())
+    return [took / len(items) for took in own], sum(found.values()) / len(items)
 
 
 def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: bool) -> None:
@@ -276,10 +276,12 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int], u
             reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
 
-def _share(took: tuple[float, float], floor: float) -> str:
-    own, total = took
+def _share(took: tuple[list[float], float], floor: float) -> str:
+    kernels, total = took
+    own = sum(kernels)
+    each = f" ({' + '.join(f'{1e6 * one:.2f}' for one in kernels)})" if len(kernels) > 1 else ""
     others = f", {1e6 * (total - own):.1f} us of other kernels" if total > own else ""
-    return f"{own * 1e6:9.2f} us {floor / own:6.0%} of the bandwidth{others}"
+    return f"{own * 1e6:9.2f} us {floor / own:6.0%} of the bandwidth{each}{others}"
 
 
 def main() -> None:
@@ -287,25 +289,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
-    parser.add_argument("--only", default="", help="formats whose name contains this")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--only", default="", help="formats whose name begins with this")
+    parser.add_argument("--tokens", type=int, nargs="+", help="1, 8, 64 and 256 to time, and those of all checks")
     parser.add_argument("--unmeasured", action="store_true", help="also kernels that are not the default yet")
     parser.add_argument("--plans", action="store_true", help="also other plans of products in integers")
     parser.add_argument("--shapes", default="", help="matrices and experts whose name contains this")
     asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
     if asked.check:
-        check(asked.only, asked.unmeasured)
+        check(asked.only, asked.unmeasured, asked.tokens)
     if not asked.time:
         return
-    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if asked.only in name}
+    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if name.startswith(asked.only)}
+    tokens = asked.tokens or [1, 8, 64, 256]
     for what in (what for what in MATRICES if asked.shapes in what):
         for name, form in formats.items():
-            time_matrix(what, name, form, asked.tokens, asked.unmeasured, asked.plans)
+            time_matrix(what, name, form, tokens, asked.unmeasured, asked.plans)
     for what, (*_, known) in EXPERTS.items():
         for name, form in formats.items():
             if asked.shapes in what and (name == "bf16" or name in known):
-                time_experts(what, name, form, asked.tokens, asked.unmeasured, asked.plans)
+                time_experts(what, name, form, tokens, asked.unmeasured, asked.plans)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def product(
         grid_names=tuple(grid),
         num_threads=p.groups,
         thread_name="group",
-        kernel_name=f"packed_few_{p.form.name}",
+        kernel_name=f"packed_few_{p.form.name}{'_gated' if p.names > 1 else ''}",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles.table, x, *leaves)
 
