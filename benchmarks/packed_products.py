@@ -1,25 +1,27 @@
 """Check and time products with packed weights on a Hopper GPU: matrices and experts, few tokens.
 
-    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--unmeasured] [--plans 6]
+    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--unmeasured] [--plans]
 
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
-tokens, tiles that end past the rows, and parts of the input. `--time` prints microseconds and the share of the card's
-bandwidth at which the packed bytes alone are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B
-and GPT-OSS-20B. Several weights are used in turn, so that they come from memory and not from the L2 cache. A variant
-that fails is printed, and the others go on. `--unmeasured` adds lines of the kernels that DOVETAIL_UNMEASURED_KERNELS=1
-chooses (packed_turns.py for up to 8 tokens, packed_pipeline.py for experts of more), for experts in mxfp4 and fp8 also
-of the pipeline's products of bf16 numbers (DOVETAIL_UNMEASURED_KERNELS=2), and `--plans` some with other plans of the
-first.
+tokens, tiles that end past the rows, and parts of the input. `--time` prints the microseconds of the kernels of a
+product, as a profile has them (without launches), and the share of the card's bandwidth at which the packed bytes alone
+are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B and GPT-OSS-20B. Several weights are used
+in turn, so that they come from memory and not from the L2 cache. A variant that fails is printed, and the others go on.
+`--unmeasured` adds lines of the kernels that DOVETAIL_UNMEASURED_KERNELS=1 chooses: products in integers
+(packed_integer.py), persistent programs (packed_turns.py), and packed_pipeline.py for experts of more than 8 tokens.
+`--plans` adds some with other plans of products in integers.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import os
-import time
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -29,16 +31,28 @@ import numpy as np
 from dovetail.core.formats import Format
 from dovetail.ops import moe
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import packed_few, packed_turns
+from dovetail.ops.kernels.gpu import packed_few, packed_integer
 from dovetail.ops.kernels.gpu.experts import few_token_experts
-from dovetail.ops.kernels.gpu.packed_warp import FewPlan
-from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul, tiles_of
+from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
 
 BANDWIDTH = 4.17e12  # bytes per second that a copy reaches on an H200
 COPIED = 256 << 20  # bytes in bf16 of the weights that are used in turn; in 4 bits more than the L2 cache
 CALLS = 5
+PLANS = [  # of products in integers
+    dict(groups=groups, blocks=blocks, ahead=ahead)
+    for groups, blocks, ahead in (
+        (1, 1, 1),
+        (1, 1, 2),
+        (1, 1, 4),
+        (1, 2, 1),
+        (1, 2, 2),
+        (2, 1, 1),
+        (2, 1, 2),
+        (2, 1, 4),
+    )
+]
 FORMATS = {
     "int8": Format("int8"),
     "fp8": Format("fp8"),
@@ -48,6 +62,7 @@ FORMATS = {
     "mxfp4": Format("mxfp4", 32, "uint8"),
 }
 CHECKED = FORMATS | {"int4 g32": Format("int4", 32, "float16"), "uint4 g64": Format("uint4", 64, "float16")}
+CHECKED_EXPERTS = "mxfp4", "fp8", "fp8_block", "int4"
 MATRICES = {
     "4096 x 4096": (4096, 4096), "6144 x 4096": (6144, 4096), "14336 x 4096": (14336, 4096),
     "28672 x 4096": (28672, 4096), "4096 x 14336": (4096, 14336),
@@ -73,29 +88,47 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
 
 
 @contextlib.contextmanager
-def planned(plan: Callable | None, value: str = "1") -> Iterator[None]:
-    """Choose kernels that have not been measured, the persistent programs with this plan, or none of these kernels."""
-    before = os.environ.get(UNMEASURED), packed_turns.plan
-    os.environ[UNMEASURED], packed_turns.plan = value if plan else "0", plan or packed_turns.plan
+def planned(unmeasured: bool, integers: bool = True, in_turn: bool = True, **changes: int) -> Iterator[None]:
+    """Choose kernels that have been measured or not.
+
+    Args:
+        unmeasured: Whether those may be chosen that have not been.
+        integers: Whether among them are products in integers.
+        in_turn: Whether among them are persistent programs.
+        **changes: Of the plan of a product in integers.
+    """
+    before = os.environ.get(UNMEASURED), packed_few.plan, packed_integer.MOST_TOKENS, packed_few._in_turn
+    os.environ[UNMEASURED] = str(int(unmeasured))
+    packed_integer.MOST_TOKENS = before[2] if integers else {}
+    packed_few._in_turn = before[3] if in_turn else lambda *_: None
+    packed_few.plan = lambda *a, **b: p._replace(**changes) if (p := before[1](*a, **b)).in_integers else p
     for product in (packed_matmul, few_token_packed_experts):
         cast(Any, product).clear_cache()  # they are traced with the plan
     try:
         yield
     finally:
-        packed_turns.plan = before[1]
+        packed_few.plan, packed_integer.MOST_TOKENS, packed_few._in_turn = before[1:]
         os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
 
 
-def variants(is_asked: bool, has_bf16: bool = False) -> Iterator[str]:
+def variants(is_asked: bool, form: Format | None = None, tokens: int = 0, plans: bool = False) -> Iterator[str]:
     """Choose the default kernels, and those that have not been measured if asked; yield a note for each."""
-    with planned(None):
+    with planned(False):
         yield ""
+    name = form.name if form else ""
+    in_integers = tokens <= packed_integer.MOST_TOKENS.get(name, 0)
+    if is_asked and in_integers:
+        with planned(True):
+            yield ", integers"
     if is_asked:
-        with planned(packed_turns.plan):
-            yield ", unmeasured"
-    if is_asked and has_bf16:
-        with planned(packed_turns.plan, "2"):
-            yield ", unmeasured, bf16"
+        with planned(True, integers=False):
+            yield ", persistent" if tokens <= packed_few.FEW else ", unmeasured"
+    if is_asked and tokens <= packed_few.FEW:
+        with planned(True, integers=False, in_turn=False):
+            yield ", simple, unmeasured"
+    for plan in PLANS if plans and in_integers else ():
+        with planned(True, **plan):
+            yield f", integers, {4 * plan['groups']} warps, {plan['blocks']} blocks, {plan['ahead']} ahead"
 
 
 def error(got: jax.Array, expected: jax.Array) -> float:
@@ -106,32 +139,35 @@ def error(got: jax.Array, expected: jax.Array) -> float:
 def reported(label: str, run: Callable[[], str]) -> None:
     """Print what `run` returns, or how it failed."""
     try:
-        print(f"{label:48} {run()}", flush=True)
+        print(f"{label:64} {run()}", flush=True)
     except Exception as problem:  # the other lines are still wanted
-        print(f"{label:48} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
+        print(f"{label:64} FAILED {type(problem).__name__}: {str(problem)[:400]}", flush=True)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str, unmeasured: bool) -> None:
+def check(only: str, unmeasured: bool, tokens: list[int] | None) -> None:
     """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
         for T, out, size, dtype in (
-            (1, 512, 4096, None), (1, 28672, 4096, None), (5, 28672, 4096, None), (8, 4096, 4096, None),
-            (100, 8192, 1024, None), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
+            (1, 512, 4096, None), (1, 28672, 4096, None), (2, 4096, 14336, None), (4, 6144, 4096, None),
+            (5, 28672, 4096, None), (8, 4096, 4096, None), (100, 8192, 1024, None),
+            (1, 128, 2944, jnp.float32), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
         ):  # fmt: skip
             for note in (
-                variants(unmeasured and T <= packed_few.FEW) if only in name and size % (form.group or 64) == 0 else ()
+                variants(unmeasured and T <= packed_few.FEW, form, T)
+                if name.startswith(only) and size % (form.group or 64) == 0 and T in (tokens or [T])
+                else ()
             ):
                 what = f"{name}, {T} x {out} x {size}{note}"
                 reported(what, lambda a=(form, T, out, size, dtype): _check_matrix(*a))
-    for name in ("mxfp4", "fp8", "fp8_block", "int4"):
+    for name, form in FORMATS.items():
         # more than 8: tiles of 16 to 128 tokens, and two of an expert
-        for T in (1, 3, 5, 8, 40, 100, 300, 700) if only in name else ():
-            for note in variants(unmeasured):
-                reported(f"{name}, experts, {T} tokens{note}", lambda form=FORMATS[name], T=T: _check_experts(form, T))
+        for T in (1, 3, 5, 8, 40, 100, 300, 700) if name.startswith(only) and name in CHECKED_EXPERTS else ():
+            for note in variants(unmeasured, form, T) if T in (tokens or [T]) else ():
+                reported(f"{name}, experts, {T} tokens{note}", lambda form=form, T=T: _check_experts(form, T))
 
 
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
@@ -179,19 +215,23 @@ def choices(T: int, E: int, k: int, seed: int = 0) -> tuple[jax.Array, jax.Array
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def seconds(run: Callable, *args: Any) -> float:
-    """Return the seconds of a call in CALLS of them, the best of three."""
+def kernels(run: Callable, *args: Any) -> dict[str, float]:
+    """Return the seconds of the kernels of a call in CALLS of them, by name."""
     jax.block_until_ready(run(*args))
-    best = float("inf")
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready([run(*args) for _ in range(CALLS)])
-        best = min(best, (time.perf_counter() - begin) / CALLS)
-    return best
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([run(*args) for _ in range(CALLS)])
+        (path,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    found: collections.Counter = collections.Counter()
+    lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines]
+    for event in (event for line in lines if line.name.startswith("Stream") for event in line.events):
+        found[event.name] += event.duration_ns / 1e9 / CALLS
+    return found
 
 
-def in_turn(product: Callable, x: jax.Array, items: list) -> float:
-    """Return the seconds of a product of x with each item, one after another, per item."""
+def in_turn(product: Callable, x: jax.Array, items: list) -> tuple[list[float], float]:
+    """Return the seconds of a product of x with each item, one after another, per item: of its kernels, and of all."""
 
     @jax.jit
     def run(x: jax.Array, items: list) -> list[jax.Array]:
@@ -201,10 +241,12 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> float:
             x, found[-1] = jax.lax.optimization_barrier((x, found[-1]))  # the next one comes after this one
         return found
 
-    return seconds(run, x, items) / len(items)
+    found = kernels(run, x, items)
+    own = [took for name, took in found.items() if "packed" in name] or list(found.values())
+    return [took / len(items) for took in own], sum(found.values()) / len(items)
 
 
-def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: int) -> None:
+def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: bool) -> None:
     out, size = MATRICES[what]
     copies = max(4, COPIED // (out * size * 2))
     items = [a_weight(form, out, size, seed=i) for i in range(copies)]
@@ -213,24 +255,11 @@ def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], un
     for T in tokens:
         x = jnp.ones((T, size), jnp.bfloat16)
         run = lambda x=x: _share(in_turn(product, x, items), floor)  # noqa: E731
-        for note in variants(unmeasured and form is not None and T <= packed_few.FEW):
+        for note in variants(unmeasured and form is not None and T <= packed_few.FEW, form, T, plans):
             reported(f"{what}, {name}, {T}{note}", run)
-        for p in best_plans(x, form, (out, size), plans) if form else ():
-            with planned(lambda *_, p=p: p):
-                note = f"{p.programs} x {p.warps} warps, {p.ahead} ahead"
-                reported(f"{what}, {name}, {T}, {note}", run)
 
 
-def best_plans(x: jax.Array, form: Format, shape: tuple[int, int], count: int) -> list[FewPlan]:
-    """Return the plans of persistent programs that should be best."""
-    if not count or len(x) > packed_few.FEW:
-        return []
-    tiles = tiles_of(x, form)
-    found = packed_turns.candidates(packed_few.plan(form, tiles, shape), tiles)
-    return list(dict.fromkeys(p for _, p in sorted(found, key=lambda each: -each[0])))[:count]
-
-
-def time_experts(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool) -> None:
+def time_experts(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: bool) -> None:
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
@@ -242,13 +271,17 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int], u
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        for note in variants(unmeasured and form is not None, T > packed_few.FEW and name != "int4"):
+        for note in variants(unmeasured and form is not None, form, T, plans):
             label = f"{what}, {name}, {T}{note}"
             reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
 
-def _share(took: float, floor: float) -> str:
-    return f"{took * 1e6:9.1f} us {floor / took:6.0%} of the bandwidth"
+def _share(took: tuple[list[float], float], floor: float) -> str:
+    kernels, total = took
+    own = sum(kernels)
+    each = f" ({' + '.join(f'{1e6 * one:.2f}' for one in kernels)})" if len(kernels) > 1 else ""
+    others = f", {1e6 * (total - own):.1f} us of other kernels" if total > own else ""
+    return f"{own * 1e6:9.2f} us {floor / own:6.0%} of the bandwidth{each}{others}"
 
 
 def main() -> None:
@@ -256,24 +289,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
-    parser.add_argument("--only", default="", help="formats whose name contains this")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--only", default="", help="formats whose name begins with this")
+    parser.add_argument("--tokens", type=int, nargs="+", help="1, 8, 64 and 256 to time, and those of all checks")
     parser.add_argument("--unmeasured", action="store_true", help="also kernels that are not the default yet")
-    parser.add_argument("--plans", type=int, default=0, help="time so many plans of persistent programs for a matrix")
+    parser.add_argument("--plans", action="store_true", help="also other plans of products in integers")
+    parser.add_argument("--shapes", default="", help="matrices and experts whose name contains this")
     asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
     if asked.check:
-        check(asked.only, asked.unmeasured)
+        check(asked.only, asked.unmeasured, asked.tokens)
     if not asked.time:
         return
-    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if asked.only in name}
-    for what in MATRICES:
+    formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if name.startswith(asked.only)}
+    tokens = asked.tokens or [1, 8, 64, 256]
+    for what in (what for what in MATRICES if asked.shapes in what):
         for name, form in formats.items():
-            time_matrix(what, name, form, asked.tokens, asked.unmeasured, asked.plans)
+            time_matrix(what, name, form, tokens, asked.unmeasured, asked.plans)
     for what, (*_, known) in EXPERTS.items():
         for name, form in formats.items():
-            if name == "bf16" or name in known:
-                time_experts(what, name, form, asked.tokens, asked.unmeasured)
+            if asked.shapes in what and (name == "bf16" or name in known):
+                time_experts(what, name, form, tokens, asked.unmeasured, asked.plans)
 
 
 if __name__ == "__main__":

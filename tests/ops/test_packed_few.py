@@ -10,7 +10,7 @@ from warps import shares, sums, sums_in_turn
 
 from dovetail.core.formats import Format
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import packed_few, packed_shared, packed_turns, packed_weights
+from dovetail.ops.kernels.gpu import packed_few, packed_integer, packed_shared, packed_turns, packed_weights
 from dovetail.ops.kernels.gpu.packed_warp import QUAD, FewPlan
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
@@ -66,6 +66,43 @@ def test_warps_multiply_as_the_unpacked_experts(monkeypatch, name):
     for i, w in enumerate((gate, up)):
         expected = product(w, 2, x[3:8]) + np.asarray(biases[i][2], np.float32)
         np.testing.assert_allclose(got[i, :5], expected[:, p.rows : 2 * p.rows], atol=1e-4)
+
+
+# (format, tokens, values of a row, changes of the plan)
+IN_INTEGERS = {
+    "int4": ("int4", 1, 4096, dict(groups=2)),
+    "int4, two blocks": ("int4", 4, 2944, dict(blocks=2, ahead=2)),
+    "int4, a loop": ("int4", 2, 8192, dict(ahead=2)),
+    "int4 in groups of 64": ("int4 in groups of 64", 2, 640, dict()),
+    "mxfp4": ("mxfp4", 1, 2880, dict()),
+    "mxfp4, a loop": ("mxfp4", 1, 8192, dict(groups=2, ahead=2)),
+}
+
+
+@pytest.mark.parametrize("case", IN_INTEGERS)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_warps_multiply_in_integers(monkeypatch, case, scale):
+    name, count, size, changes = IN_INTEGERS[case]
+    form, rng = (FORMATS | {"int4 in groups of 64": Format("int4", 64, "float16")})[name], np.random.default_rng(1)
+    gate, up = (weight(form, 3, 64, size, seed=at) for at in range(2))
+    x = jnp.asarray(scale * rng.normal(size=(9, size)) * 2.0 ** rng.integers(-3, 3, size), jnp.bfloat16)
+    biases = [jnp.asarray(scale * rng.normal(size=(3, 64)), jnp.bfloat16) for _ in range(2)]
+    p = FewPlan(form, size, 64, 2, 1, 4, ahead_x=1, in_integers=True, tokens=count)._replace(**changes)
+    assert packed_integer.suits(p, count)
+    got = sums(monkeypatch, p, x, arrays_of([gate, up]) | {"bias": list(map(np.asarray, biases))}, 2, p.rows, 3, count)
+    for i, w in enumerate((gate, up)):
+        expected = product(w, 2, x[3 : 3 + count]) + np.asarray(biases[i][2], np.float32)
+        expected = expected[:, p.rows : 2 * p.rows]
+        np.testing.assert_allclose(got[i, :count], expected, atol=3e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_tokens_that_are_not_finite_give_nan_in_integers(monkeypatch, name):
+    w, x = weight(FORMATS[name], 1, 16, 256), np.zeros((1, 256), np.float32)
+    x[0, 100] = np.inf
+    p = FewPlan(w.format, 256, 16, 1, 1, 4, ahead_x=1, in_integers=True, tokens=1)
+    got = sums(monkeypatch, p, jnp.asarray(x, jnp.bfloat16), arrays_of([w]), 0, 0, 0, 1)
+    assert np.isnan(got[0, 0]).all()
 
 
 def test_gate_and_up_are_halves_of_a_matrix(monkeypatch):
@@ -148,7 +185,7 @@ def test_persistent_programs_are_shared_among_the_tiles_in_use(monkeypatch, toke
 @pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (6144, 4096), (2880, 2880)])
 def test_persistent_programs_fit_a_multiprocessor(choose, tokens, shape):
     choose(True)
-    form, x = FORMATS["fp8"], jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
+    form, x = FORMATS["fp8 in groups"], jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
     p = packed_few.plan(form, packed_weights.tiles_of(x, form), shape)  # pyright: ignore[reportArgumentType]
     if shape == (4096, 14336) and tokens == 8:  # more bytes than shared memory has
         assert p.programs == 0

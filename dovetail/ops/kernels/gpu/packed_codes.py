@@ -44,6 +44,7 @@ class Bits(NamedTuple):
     base: int = 0
     multiple: int = 1
     kept: int = 0xFFFF
+    is_swapped: bool = False  # of the word with its bytes exchanged
 
 
 class Plane(NamedTuple):
@@ -65,8 +66,9 @@ def planes_of(name: str) -> list[Plane]:
     if name == "fp8":  # e4m3's bias is 7 instead of 127: times 2^120
         return [Plane(Bits(((at - 8, 0x8000), (at - 4, 0x07F0))), times=0x7B80) for at in (0, 8)]
     if name == "mxfp4":  # e2m1's bias is 1, that of bf16 127; numbers below 1 are subnormal in both
-        low = [Plane(Bits(((0, 0xF << at),), multiple=1 << 12 - at | 1 << 6 - at, kept=0x81C0)) for at in (0, 4)]
-        return low + [Plane(Bits(((at - 12, 0x8000), (at - 6, 0x01C0)))) for at in (8, 12)]
+        factors = {at: 1 << 12 - at | 1 << 6 - at for at in (0, 4)}
+        both = [(swap, at) for swap in (False, True) for at in factors]
+        return [Plane(Bits(((0, 0xF << at),), 0, factors[at], 0x81C0, swap)) for swap, at in both]
     middle = {"int4": 0x4308, "uint4": 0x4300}[name]
     return [Plane(Bits(((at, 0x000F),), 0x4300), Bits(base=middle)) for at in (0, 4, 8, 12)]
 
@@ -82,8 +84,9 @@ def decoded(word: Any, plane: Plane, number: Callable[[Any], Any]) -> Any:
 
     def of(own: Bits) -> Any:
         total: Any = own.base if own.parts else word & 0 | own.base  # LLVM knows the constant
+        source = _swapped(word) if own.is_swapped else word
         for shift, mask in own.parts:
-            moved = word >> shift if shift > 0 else word << -shift if shift < 0 else word
+            moved = source >> shift if shift > 0 else source << -shift if shift < 0 else source
             total = _masked(moved, mask, total)
         return number(total if own.multiple == 1 else total * own.multiple & own.kept)
 
@@ -97,6 +100,11 @@ def _masked(word: Any, mask: int, base: Any) -> Any:
     if not isinstance(base, int) or not isinstance(word, Words):
         return word & mask | base
     return word.masked(mask, base) if base else word & mask
+
+
+def _swapped(word: Any) -> Any:
+    """Return words with their bytes exchanged."""
+    return word.swapped() if isinstance(word, Words) else word >> 8 | (word & 0xFF) << 8
 
 
 def scale_bits(code: Any) -> Any:
@@ -203,11 +211,19 @@ class Words(NamedTuple):
 
     def masked(self, mask: int, base: int) -> Words:
         """Return self & mask | base by one instruction."""
+        return self._found("lop3.b32 $0, $1, $2, $3, 0xEA;", _twice(mask), _twice(base))
+
+    def swapped(self) -> Words:
+        """Return the words with their bytes exchanged."""
+        return self._found("prmt.b32 $0, $1, $1, 0x2301;")
+
+    def _found(self, text: str, *others: Any) -> Words:
         from jaxlib.mlir.dialects import llvm
 
         kind = ir.IntegerType.get_signless(32)
-        given = [vector.extract(each, [], [0]) for each in (self.value, *map(_twice, (mask, base)))]
-        found: Any = llvm.inline_asm(kind, given, "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", has_side_effects=False)
+        given = [vector.extract(each, [], [0]) for each in (self.value, *others)]
+        constraints = ",".join(["=r", *["r"] * len(given)])
+        found: Any = llvm.inline_asm(kind, given, text, constraints, has_side_effects=False)
         return Words(vector.broadcast(_vector(1, kind), found))
 
 

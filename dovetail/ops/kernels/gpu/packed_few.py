@@ -24,7 +24,7 @@ from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
 from dovetail.ops.capabilities import tries_unmeasured
-from dovetail.ops.kernels.gpu import packed_turns
+from dovetail.ops.kernels.gpu import packed_integer, packed_turns
 from dovetail.ops.kernels.gpu.experts import Tiles
 from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
@@ -32,6 +32,7 @@ from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
 
 FEW = 8  # tokens of a tile
 MANY = 4 * 132  # programs, from which on each multiprocessor has several of four warps
+FEW_PROGRAMS = 2 * 132  # up to which they have eight warps, in integers
 AHEAD = 4  # loads of 32 bytes by a thread that are under way
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -41,13 +42,33 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
-    if tries_unmeasured() and (found := packed_turns.plan(p, tiles)):
+    if tries_unmeasured() and (found := _in_integers(p, programs, tiles) or _in_turn(p, tiles)):
         return found
+    if names > 1 and tiles.table.shape[1] > 1 and tries_unmeasured():
+        p = p._replace(tiles_first=True)  # those without tokens lie among others, and all tiles read the same tokens
     if p.per_byte == 1:
-        return p._replace(groups=2, ahead=2) if programs < MANY else p
+        p = p._replace(groups=2, ahead=2) if programs < MANY else p
+        # without a loop: registers for 3 programs instead of 2
+        return p._replace(ahead=4) if tries_unmeasured() and p.groups == 2 and p.steps <= 8 else p
     # programs share what they read of the tokens, which are many bytes beside 4 bits
     shares = names == 1 and programs >= 2 * MANY and len(tiles.row) > FEW // 2 and out % (2 * BLOCK) == 0
     return p._replace(blocks=2) if shares else p
+
+
+def _in_turn(p: FewPlan, tiles: Tiles) -> FewPlan | None:
+    """Return the plan of persistent programs; without groups, others are as fast."""
+    return packed_turns.plan(p, tiles) if p.form.group else None
+
+
+def _in_integers(p: FewPlan, programs: int, tiles: Tiles) -> FewPlan | None:
+    """Return the plan of a product in integers, if it suits the format and the tokens."""
+    tokens, groups = len(tiles.row), 2 if programs <= FEW_PROGRAMS and p.names == 1 else 1
+    p = p._replace(in_integers=True, ahead_x=1, tokens=tokens, groups=groups)
+    # registers for 4 programs of four warps, or 2 of eight: a loop of 4 steps needs more than all of 8 at once
+    p = p._replace(ahead=1 if p.names > 1 else 4 if p.steps * groups <= 8 else 2)
+    if tokens > 2 and p.names == 1 and programs >= 2 * MANY and p.out % (2 * BLOCK) == 0:
+        p = p._replace(blocks=2, ahead=1)  # each program rounds the tokens
+    return p if packed_integer.suits(p, tokens) else None
 
 
 def product(
@@ -84,7 +105,8 @@ def product(
         run(p, None if is_matrix else reads, len(tiles.row), finish, table_ref, x_ref, inputs)
 
     is_matrix = tiles.table.shape[1] == len(weights[0]["codes"]) == 1  # with one tile, of all tokens
-    grid = {"program": p.programs} if p.programs else {"tile": tiles.table.shape[1], "block": p.out // p.rows}
+    grid = {"tile": tiles.table.shape[1], "block": p.out // p.rows}
+    grid = {"program": p.programs} if p.programs else dict(reversed(grid.items())) if p.tiles_first else grid
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((tiles.R, p.out), dtype or x.dtype),
@@ -92,7 +114,7 @@ def product(
         grid_names=tuple(grid),
         num_threads=p.groups,
         thread_name="group",
-        kernel_name=f"packed_few_{p.form.name}",
+        kernel_name=f"packed_few_{p.form.name}{'_gated' if p.names > 1 else ''}",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(tiles.table, x, *leaves)
 
@@ -100,10 +122,10 @@ def product(
 def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
     """Compute some blocks of rows for one tile; if `reads` is None, one tile holds all T tokens."""
 
-    def body(partial: Any, done: Any) -> None:
+    def body(partial: Any, done: Any, *memory: Any) -> None:
         expert, source, target, count = tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)
         row = lax.axis_index("block") * p.rows
-        _add_up(p, partial, x_ref, inputs, expert, row, source, count)
+        _add_up(p, (partial, *memory), x_ref, inputs, expert, row, source, count)
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
 
@@ -112,9 +134,11 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
             plgpu.barrier_wait(done)
             finish(partial, target, row, count)
 
-    memory = plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)
+    memory = [plgpu.SMEM((p.warps, p.names, FEW, p.rows), jnp.float32), plgpu.Barrier(num_arrivals=p.groups)]
+    if p.in_integers:
+        memory += [plgpu.SMEM((n,), jnp.int32) for n in packed_integer.sizes(p)]
     run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
-    if reads is None:
+    if reads is None or (p.in_integers and T == 1):  # the experts of one token are distinct: all tiles are in use
         run()
     else:
         pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
@@ -156,19 +180,22 @@ def _store(p: FewPlan, y: jax.Array, out_ref: Any, target: jax.Array, row: jax.A
 
 
 def _add_up(
-    p: FewPlan, partial: Any, x_ref: Any, inputs: dict[str, list], expert: Any, row: Any, source: Any, count: Any
+    p: FewPlan, memory: tuple, x_ref: Any, inputs: dict[str, list], expert: Any, row: Any, source: Any, count: Any
 ) -> None:
-    """Store the sums of each warp, with scales and biases, as `partial` [warp, weight, token, row]."""
+    """Store the sums of each warp, with scales and biases, as the first array of memory [warp, weight, token, row]."""
     kinds = [kind for kind, refs in inputs.items() if refs]
     refs = [ref for kind in kinds for ref in inputs[kind]]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), [plgpu.RefType()] * len(refs), *[SCALAR] * 4))
-    def run(_: Any, partial: Any, x: Any, refs: list, *scalars: Any) -> None:
+    given = [*memory, x_ref], refs
+
+    @plgpu.inline_mgpu(arg_types=(*[[plgpu.RefType()] * len(each) for each in given], *[SCALAR] * 4))
+    def run(_: Any, arrays: list, refs: list, *scalars: Any) -> None:
         each = len(refs) // len(kinds)
         found = {kind: refs[i * each :][:each] for i, kind in enumerate(kinds)}
-        Warp(p, partial, x, found, *map(_as_i32, scalars)).run()
+        kind = packed_integer.IntegerWarp if p.in_integers else Warp
+        kind(p, *arrays, found, *map(_as_i32, scalars)).run()
 
-    run(partial, x_ref, refs, expert, row, source, count)
+    run(*given, expert, row, source, count)
 
 
 def _as_i32(array: Any) -> Any:

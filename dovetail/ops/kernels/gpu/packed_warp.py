@@ -57,6 +57,8 @@ class FewPlan(NamedTuple):
     is_joined: bool = False  # whether gate and up are rows of one weight, one after the other
     programs: int = 0  # that compute several blocks in turn (packed_persistent); 0: one for each block
     tokens: int = 8  # of a tile, at most
+    in_integers: bool = False  # packed_integer
+    tiles_first: bool = False  # whether programs beside each other have other tiles instead of other rows
 
     @property
     def rows(self) -> int:
@@ -121,6 +123,7 @@ class Warp:
     """Write the operations of a warp."""
 
     slot: tuple = ()  # the part of `partial` for the sums, if it has several
+    sums = 4  # of a block by a thread: tokens 2q and 2q + 1 of row g, and of row g + 8
 
     def __init__(self, p: FewPlan, partial: Any, x: Any, inputs: dict[str, list], expert, row, source, count) -> None:
         self.p, self.partial, self.x, self.inputs = p, partial, x, inputs
@@ -144,8 +147,9 @@ class Warp:
         """Add up all steps and store the sums."""
         p = self.p
         zero = utils.c(0.0, ir.F32Type.get())
-        totals = [[zero] * 4 for _ in self.rows]
+        totals = [[zero] * self.sums for _ in self.rows]
         ahead = [self.load(c(i), i) for i in range(min(p.ahead, p.steps))]
+        self.prepare()
         tokens = [self.tokens(c(i), i) for i in range(min(p.ahead_x, p.steps))]
         rounds = max(0, (p.steps - 1) // p.ahead - 1)  # the last step is not loaded in the loop
         if rounds > 1:
@@ -159,6 +163,9 @@ class Warp:
                 tokens.append(self.tokens(c(i + p.ahead_x), i + p.ahead_x))
             totals = self.multiply(own, current, totals)
         self.store(totals)
+
+    def prepare(self) -> None:
+        """Do what is needed before the tokens are loaded."""
 
     def loop(
         self, rounds: int, totals: list, ahead: list[LoadedStep], tokens: list
@@ -278,17 +285,21 @@ class Warp:
         """Store the sums times the rows' scales; the first warp adds the biases."""
         p, index = self.p, ir.IndexType.get()
         is_first = arith.cmpi(arith.CmpIPredicate.eq, self.warp, c(0))
-        zero, factor = (utils.c(number, ir.F32Type.get()) for number in (0.0, SUMS))
+        zero, each = utils.c(0.0, ir.F32Type.get()), self.sums // 2
         for at, ((i, _, _), total) in enumerate(zip(self.rows, totals, strict=True)):
             scales, biases = self.end("scale", at), self.end("bias", at)
-            for n, value in enumerate(total):
-                value = arith.mulf(value, scales[n // 2]) if scales else value
-                value = arith.mulf(value, factor) if p.form.name == "mxfp4" else value
-                value = arith.addf(value, arith.select(is_first, biases[n // 2], zero)) if biases else value
-                token = arith.addi(times(self.quad, 2), c(n % 2))
-                row = arith.addi(self.row, c(at % p.blocks * BLOCK + n // 2 * 8))
+            for n, value in enumerate(self.whole(total)):
+                value = arith.mulf(value, scales[n // each]) if scales else value
+                value = arith.addf(value, arith.select(is_first, biases[n // each], zero)) if biases else value
+                token = arith.addi(times(self.quad, each), c(n % each))
+                row = arith.addi(self.row, c(at % p.blocks * BLOCK + n // each * 8))
                 place = [*self.slot, self.warp, c(i), token, row]
-                memref.store(value, self.partial, [arith.index_cast(index, each) for each in place])
+                memref.store(value, self.partial, [arith.index_cast(index, at) for at in place])
+
+    def whole(self, total: list) -> list:
+        """Return a block's sums without what was left out of the numbers."""
+        factor = utils.c(SUMS, ir.F32Type.get())
+        return [arith.mulf(value, factor) for value in total] if self.p.form.name == "mxfp4" else total
 
     def end(self, kind: str, at: int) -> list | None:
         """Return the scales or biases of a block's rows, in f32, if rows have them."""

@@ -100,10 +100,21 @@ def load_now(pointer: Any, first: int, count: int) -> Any:
     return llvm.inline_asm(int32(), [given], text, "=r,l", has_side_effects=True)
 
 
+def load_number(ref: Any, row: Any, width: int, column: Any) -> Any:
+    """Return an element of 8, 16 or 32 bits of a matrix in global memory that nothing writes meanwhile."""
+    from jaxlib.mlir.dialects import llvm
+
+    kind = element_of(ref)
+    pointer = llvm.ptrtoint(ir.IntegerType.get_signless(64), address(ref, row, width, column, kind))
+    bits = ir.IntegerType.get_signless(max(16, kind.width))  # a register of 16 bits is the smallest
+    text, constraint = f"ld.global.nc.b{kind.width} $0, [$1];", {16: "=h", 32: "=r"}[bits.width]
+    return number(llvm.inline_asm(bits, [pointer], text, f"{constraint},l", has_side_effects=False), ref)
+
+
 def number(word: Any, ref: Any) -> Any:
     """Return the lowest bits of a word as an element of `ref`."""
     kind = element_of(ref)
-    bits = word if kind.width == 32 else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
+    bits = word if kind.width == word.type.width else arith.trunci(ir.IntegerType.get_signless(kind.width), word)
     return bits if isinstance(kind, ir.IntegerType) else arith.bitcast(kind, bits)
 
 
@@ -132,6 +143,13 @@ def store_shared(ref: Any, place: Any, words: list) -> None:
 
     found = vector.from_elements(ir.VectorType.get((4,), int32()), words)
     llvm.store(found, moved(utils.memref_ptr(ref), place), alignment=16)
+
+
+def store_shared_word(ref: Any, place: Any, word: Any) -> None:
+    """Store a word of 32 bits."""
+    from jaxlib.mlir.dialects import llvm
+
+    llvm.store(word, moved(utils.memref_ptr(ref), place), alignment=4)
 
 
 def copy_later(ref: Any, place: Any, first: int, pointer: Any, begin: int, count: int, when: Any = None) -> None:
@@ -193,6 +211,14 @@ def count_ones(word: Any) -> Any:
     return math.ctpop(word)
 
 
+def instruction(text: str, *given: Any) -> Any:
+    """Return the word of 32 bits that an instruction on words finds."""
+    from jaxlib.mlir.dialects import llvm
+
+    constraints = ",".join(["=r", *["r"] * len(given)])
+    return llvm.inline_asm(int32(), list(given), text, constraints, has_side_effects=False)
+
+
 def halves(low: Any, high: Any, which: int) -> Any:
     """Return the lower (0) or upper (1) halves of two registers in one."""
     from jaxlib.mlir.dialects import llvm
@@ -221,8 +247,13 @@ def fma(x: Any, y: Any, z: Any) -> Any:
 
 def scale_pair(code: Any) -> Any:
     """Return the factor of mxfp4's numbers under a scale (packed_codes) twice, as the bits of bf16 numbers."""
-    bits = arith.minui(arith.extui(int32(), code), c(GREATEST_SCALE))
-    return twice(arith.shli(arith.addi(bits, c(scale_bits(0) >> 7)), c(7)))
+    bits = least(arith.extui(int32(), code), c(GREATEST_SCALE))
+    return arith.addi(times(bits, 0x00800080), c(0x00010001 * scale_bits(0)))
+
+
+def least(x: Any, y: Any) -> Any:
+    """Return the lesser integer without a sign; LLVM would compute with 16 bits of a known range."""
+    return instruction("min.u32 $0, $1, $2;", x, y)
 
 
 def twice(bits: Any) -> Any:
