@@ -2,9 +2,10 @@
 
     python benchmarks/grouped.py [--check] [--time] [--tiles] [--only train]
 
-`--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes, with one weight and with two
-whose gradients to the rows are one kernel. `--time` prints the TFLOP/s of the kernels for Hopper (Mosaic GPU) and of
-those for other GPUs (Triton), with their share of the peak. `--tiles` times the kernels for Hopper with other tiles.
+`--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes, with one weight, with two
+whose gradients to the rows are one kernel, and with the gated unit in the kernel of its products. `--time` prints the
+TFLOP/s of the kernels for Hopper (Mosaic GPU) and of those for other GPUs (Triton), with their share of the peak.
+`--tiles` times the kernels for Hopper with other tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import grouped as triton
+from dovetail.ops.kernels.gpu import grouped_gated as gated
 from dovetail.ops.kernels.gpu import grouped_hopper as hopper
 
 PEAK, BANDWIDTH = 989e12, 4.17e12  # bf16 FLOP/s of an H200, bytes/s as measured
@@ -90,6 +93,40 @@ def check_two() -> None:
         print(f"check two of {N} x {K}, {name:18s} to_x: {error} {'ok' if error < 8e-3 else 'DIFFERS'}", flush=True)
 
 
+def check_gated() -> None:
+    """Compare the gated unit in one kernel, and its gradients, with products and unit apart."""
+    N, K = 256, 320
+    x, ws, dy = normal(0, M, K), (normal(1, E, N, K) / 16, normal(2, E, N, K) / 16), normal(3, M, N)
+    share = jnp.abs(normal(4, M, 1)).astype(jnp.float32)
+    for glu in (Glu(), Glu("gelu_tanh"), Glu(limit=7.0)):
+        for name, each in SIZES.items():
+            sizes = jnp.asarray(each, jnp.int32)
+
+            def unit(x, ws, share, sizes=sizes, glu=glu):
+                return gated.grouped_gated(x, ws, share, sizes, glu)
+
+            def parts(x, ws, share, sizes=sizes, glu=glu):
+                return gated.weighted(glu, *(ragged(x, w, sizes) for w in ws), share)
+
+            ours, theirs = (jax.tree.leaves(both(run, (x, ws, share), dy)) for run in (unit, parts))
+            errors = []
+            for a, b in zip(ours, theirs, strict=True):
+                a, b = (np.asarray(one, np.float32) for one in (a, b))
+                errors.append(np.abs(a - b).max() / max(np.abs(b).max(), 1))
+            verdict = "ok" if max(errors) < 8e-3 else "DIFFERS"
+            print(f"check gated {glu}, {name:18s} forward, to_x, to_w, to_share: {np.array(errors)} {verdict}")
+
+
+def both(run: Callable, args: tuple, dy: jax.Array) -> Any:
+    """Return outputs and gradients."""
+
+    def outputs(args: tuple, dy: jax.Array) -> Any:
+        y, back = jax.vjp(run, *args)
+        return y, back(dy)
+
+    return jax.jit(outputs)(args, dy)
+
+
 def ragged_sizes(rows: int, groups: int) -> jax.Array:
     """Return sizes as of a router: uneven, with all rows in a group."""
     rng = np.random.default_rng(0)
@@ -128,6 +165,20 @@ def time_two(name: str, args: tuple, flops: float, size: float) -> None:
     timed(name, "hopper, two weights", {"to_x, one": one, "to_x, two": two}, (pairs, sizes), flops, size)
 
 
+def time_gated(name: str, args: tuple, flops: float, size: float) -> None:
+    """Time the forward pass of a gated unit in one kernel, and by two products and the unit."""
+    x, w, _, sizes = args
+    share = jnp.ones((len(x), 1), jnp.float32)
+    given, glu = (x, (w, normal(3, *w.shape)), share, sizes), Glu()
+    one = functools.partial(gated.gated_products, glu=glu)
+
+    def three(x, ws, share, sizes):
+        gate, up = (hopper.rows_product(x, w, sizes, transposed=True) for w in ws)
+        return gate, up, gated.weighted(glu, gate, up, share)
+
+    timed(name, "hopper, gate, up and unit", {"forward, one": one, "forward, three": three}, given, flops, size)
+
+
 def timed(name: str, label: str, runs: dict[str, Callable], args: tuple, flops: float, size: float) -> None:
     for product, run in runs.items():
         try:
@@ -154,6 +205,7 @@ def main() -> None:
     if chosen.check:
         check()
         check_two()
+        check_gated()
     for name, (rows, groups, N, K) in SHAPES.items():
         if chosen.only not in name or not (chosen.time or chosen.tiles):
             continue
@@ -163,6 +215,8 @@ def main() -> None:
             timed(name, "triton", products(triton), args, flops, size)
             timed(name, "hopper", products(hopper), args, flops, size)
             time_two(name, args, 2 * flops, 2 * size)
+            if gated.why_not_gated(rows, args[1], jnp.bfloat16, Glu()) is None and K > N:
+                time_gated(name, args, 2 * flops, 2 * size)
         for tiles in TILES if chosen.tiles else []:
             label = f"{tiles.cols} x {tiles.stages}, swizzle {tiles.swizzle}"
             timed(name, label, products(hopper, tiles=tiles), args, flops, size)
