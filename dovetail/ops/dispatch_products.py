@@ -171,6 +171,18 @@ def sort_kernel(group: Any, num_experts: int, platform: str | None) -> Callable[
     return sort_pairs
 
 
+def deal_kernel(x: Any, k: int, platform: str | None) -> Callable[[jax.Array, jax.Array, int], jax.Array] | None:
+    """Return the kernel that writes each row of x [T, D] to k places; None for XLA's gather."""
+    if not tries_unmeasured() or not is_one_gpu(platform, None) or not is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.mosaic.dealing import deal_rows, why_not_deal
+
+    if why_not_deal(x, k):
+        return None
+    log_once("rows of tokens", "mosaic")
+    return deal_rows
+
+
 # --- quantised --------------------------------------------------------------------------------------------------------
 
 
