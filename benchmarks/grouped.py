@@ -118,6 +118,18 @@ def check_gated() -> None:
             print(f"check gated {glu}, {name:18s} forward, to_x, to_w, to_share: {np.array(errors)} {verdict}")
 
 
+def time_skewed(name: str, args: tuple, flops: float, size: float) -> None:
+    """Time the gradient to the weights with groups of very different sizes, as training has them."""
+    x, w, dy, _ = args
+    rng = np.random.default_rng(1)
+    sizes = jnp.asarray(rng.multinomial(len(x), rng.dirichlet(np.ones(len(w)))), jnp.int32)
+    run = functools.partial(hopper.weights_product, dtype=w.dtype)
+    in_order, by_size = (functools.partial(run, balanced=each) for each in (False, True))
+    equal = bool(jnp.all(in_order(dy, x, sizes) == by_size(dy, x, sizes)))
+    runs = {"to_w, in order": in_order, "to_w, by size": by_size}
+    timed(name, f"hopper, skewed, {'ok' if equal else 'DIFFERS'}", runs, (dy, x, sizes), flops, size)
+
+
 def check_deal() -> None:
     """Compare the rows that the kernel deals with those that XLA gathers: they are equal."""
     for T, D, k in ((1000, 2048, 8), (333, 2880, 4), (77, 8, 3)):
@@ -237,6 +249,7 @@ def main() -> None:
             if gated.why_not_gated(rows, args[1], jnp.bfloat16, Glu()) is None and K > N:
                 time_gated(name, args, 2 * flops, 2 * size)
                 time_deal(name, rows, groups, K)
+            time_skewed(name, args, flops, size)
         for tiles in TILES if chosen.tiles else []:
             label = f"{tiles.cols} x {tiles.stages}, swizzle {tiles.swizzle}"
             timed(name, label, products(hopper, tiles=tiles), args, flops, size)

@@ -91,6 +91,26 @@ def test_the_gated_unit_and_its_gradients_equal_those_of_its_parts(monkeypatch, 
         np.testing.assert_allclose(a, b, atol=np.abs(b).max() * 2**-7, rtol=2**-6)
 
 
+@pytest.mark.thorough
+@pytest.mark.skipif(not INTERPRETS, reason="jax < 0.11.2 has no interpreter")
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_order_of_groups_changes_no_gradient_of_the_weights(monkeypatch, kind):
+    interpreted(monkeypatch)
+    dy, x, sizes = normal(0, M, N), normal(1, M, 3 * K), jnp.asarray(SIZES[kind], jnp.int32)  # 9 tiles of 2 programs
+    run = functools.partial(kernel.weights_product, dy, x, sizes, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(run(balanced=True), run(balanced=False))
+
+
+def test_groups_are_ordered_by_size_and_their_tiles_divided_evenly(monkeypatch):
+    sizes = np.random.default_rng(0).geometric(1e-3, 64).astype(np.int32) * (np.arange(64) % 5 > 0)
+    order = np.asarray(grouped_parts.by_size(jnp.asarray(sizes)))
+    np.testing.assert_array_equal(order, np.argsort(-sizes, kind="stable"))
+    tiles, programs = np.repeat(sizes[order], 64), grouped_parts.PROGRAMS
+    turns = np.pad(tiles, (0, -len(tiles) % programs)).reshape(-1, programs)
+    turns[1::2] = turns[1::2, ::-1]
+    assert turns.sum(axis=0).max() < 1.08 * tiles.sum() / programs  # in the order of the groups: 1.2
+
+
 @pytest.mark.parametrize("kind", [*SIZES, "no rows at all"])
 def test_tiles_cover_the_rows_of_each_group_once(kind):
     sizes = SIZES.get(kind, [0, 0, 0])

@@ -80,6 +80,15 @@ def sizes_of_tiles(num_rows: int, num_groups: int) -> TileSizes:
     return TileSizes(pl.cdiv(num_rows + (num_groups + 1) * (ROWS + ALIGNED), ROWS), ROWS, ALIGNED)
 
 
+def by_size(sizes: jax.Array) -> jax.Array:
+    """Return the groups in order of their sizes, the largest first."""
+    number = jnp.arange(len(sizes), dtype=jnp.int32)
+    larger = sizes[None] > sizes[:, None]
+    before = larger | ((sizes[None] == sizes[:, None]) & (number[None] < number[:, None]))
+    place = before.sum(axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1, dtype=jnp.int32)
+
+
 # ------------------------------------------------------------------------------------------------ parts of a kernel
 
 
@@ -115,16 +124,24 @@ def shared_tiles(shape: tuple[int, ...], dtype: Any, rows: int = ALIGNED) -> Any
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def run_tiles(num_tiles: Any, load: Callable, compute: Callable, released: Any) -> None:
+def run_tiles(num_tiles: Any, load: Callable, compute: Callable, released: Any, there_and_back: bool = False) -> None:
     """Compute this program's tiles, or load their operands, by the number of the warpgroup.
 
     `load` and `compute` take the number of a tile and of its first step, counted over all tiles, and return the next.
+    The programs take a tile each, in their order, and again; or with `there_and_back` in the reverse order every second
+    time, so that of tiles in order of their size all programs have about the same sum.
     """
     program = lax.axis_index("program")
-    mine = lax.div(num_tiles - program + PROGRAMS - 1, PROGRAMS)
+
+    def tile(turn: Any) -> Any:
+        is_back = there_and_back and lax.rem(turn, 2) == 1
+        return turn * PROGRAMS + jnp.where(is_back, PROGRAMS - 1 - program, program)
+
+    turns = lax.div(num_tiles + PROGRAMS - 1, PROGRAMS)
+    turns = jnp.where((turns > 0) & (tile(turns - 1) >= num_tiles), turns - 1, turns)
 
     def over(run: Callable) -> None:
-        lax.fori_loop(0, mine, lambda i, at: run(program + i * PROGRAMS, at), jnp.int32(0))
+        lax.fori_loop(0, turns, lambda turn, at: run(tile(turn), at), jnp.int32(0))
 
     @pl.when(lax.axis_index("warpgroup") < GROUPS)
     def _compute() -> None:
