@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import scf
 
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, Number, Threads, launch
 from dovetail.ops.kernels.gpu.warp_ops import int32
@@ -70,7 +71,14 @@ class Lines(Threads):
         """Store a line, in the threads with this condition."""
         from jaxlib.mlir.dialects import llvm
 
-        self.run_where(where, lambda: llvm.store(line.value, self._line(ref, index)))
+        place = self._line(ref, index)
+        if where is None:
+            llvm.store(line.value, place)
+            return
+        branch = scf.IfOp(where.value)
+        with ir.InsertionPoint(branch.then_block):
+            llvm.store(line.value, place)
+            scf.yield_([])
 
     def _line(self, ref: Any, index: Number) -> Any:
         return utils.getelementptr(utils.memref_ptr(ref), [index.value], ir.Type.parse(f"!llvm.array<{LINE} x i8>"))

@@ -11,7 +11,6 @@ program, which is a store with a condition: LLVM might otherwise move an exchang
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,21 +103,14 @@ class Threads:
         """Store a number, in the threads with this condition."""
         from jaxlib.mlir.dialects import llvm
 
-        def put() -> None:
-            kind = ir.MemRefType(ref.type).element_type
-            llvm.store(value.value if isinstance(value, Number) else utils.c(value, kind), self._pointer(ref, index))
-
-        self.run_where(where, put)
-
-    def run_where(self, where: Number | None, put: Callable[[], Any]) -> None:
-        """Write operations without a result, in the threads with this condition."""
-        if where is None:
-            put()
+        if where is not None:
+            branch = scf.IfOp(where.value)
+            with ir.InsertionPoint(branch.then_block):
+                self.store(ref, index, value)
+                scf.yield_([])
             return
-        branch = scf.IfOp(where.value)
-        with ir.InsertionPoint(branch.then_block):
-            put()
-            scf.yield_([])
+        kind = ir.MemRefType(ref.type).element_type
+        llvm.store(value.value if isinstance(value, Number) else utils.c(value, kind), self._pointer(ref, index))
 
     def increment(self, ref: Any, index: Number) -> None:
         """Add one to a number in shared memory, at once with other threads."""
