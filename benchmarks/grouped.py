@@ -14,7 +14,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,14 +99,14 @@ def check_gated() -> None:
     N, K = 256, 320
     x, ws, dy = normal(0, M, K), (normal(1, E, N, K) / 16, normal(2, E, N, K) / 16), normal(3, M, N)
     share = jnp.abs(normal(4, M, 1)).astype(jnp.float32)
-    kernel = cast(Any, gated.grouped_gated)  # custom_vjp has no type of its own
 
     @functools.partial(jax.jit, static_argnames=("glu", "is_ours"))
     def outputs(args: tuple, sizes: jax.Array, dy: jax.Array, glu: Glu, is_ours: bool) -> list[jax.Array]:
         def parts(x: jax.Array, ws: tuple, share: jax.Array) -> jax.Array:
-            return gated.weighted(glu, *(ragged(x, w, sizes) for w in ws), share)
+            gate, up = (ragged(x, w, sizes) for w in ws)
+            return gated.weighted(glu, gate, up, share)
 
-        unit = (lambda x, ws, share: kernel(x, ws, share, sizes, glu)) if is_ours else parts
+        unit = (lambda x, ws, share: gated.grouped_gated(x, ws, share, sizes, glu)) if is_ours else parts
         y, back = jax.vjp(unit, *args)
         return [y, *jax.tree.leaves(back(dy))]
 
