@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from dovetail.ops import moe, router
-from dovetail.ops.kernels.gpu import experts, grouped_hopper
+from dovetail.ops.kernels.gpu import experts, grouped_parts
 from dovetail.ops.kernels.gpu.mosaic import routing, sorting
 
 TOKENS = (9, 33, 64, 256, 512)
@@ -61,12 +61,12 @@ def sorts(T: int, k: int, E: int) -> tuple[Callable, Callable, jax.ShapeDtypeStr
 
     def run(chosen: jax.Array) -> tuple:
         place, pair, sizes = sorting.sort_pairs(chosen.reshape(-1), E)
-        tiles = sorting.tiles_of_groups(sizes, T * k, grouped_hopper.sizes_of_tiles(T * k, E))
+        tiles = sorting.tiles_of_groups(sizes, T * k, grouped_parts.sizes_of_tiles(T * k, E))
         return place, pair, sizes, *tiles
 
     def reference(chosen: jax.Array) -> tuple:
         place, pair, sizes = moe.sort_by_group(chosen.reshape(-1), E)
-        return place, pair, sizes, *grouped_hopper.tiles_of(sizes, T * k)
+        return place, pair, sizes, *grouped_parts.tiles_of(sizes, T * k)
 
     return run, jax.jit(reference), jax.ShapeDtypeStruct((T, k), jnp.int32)
 

@@ -21,7 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
-from dovetail.ops.dispatch_products import experts_kernel, router_kernel, sort_kernel
+from dovetail.ops.dispatch_products import (
+    deal_kernel,
+    experts_kernel,
+    grouped_gated_kernel,
+    router_kernel,
+    sort_kernel,
+)
 from dovetail.ops.glu import Glu
 from dovetail.ops.linear import grouped_each, matmul, per_head
 from dovetail.ops.quant.weight import is_quantized
@@ -185,7 +191,7 @@ def _grouped(
     sort = sort_kernel(group, num_experts, platform) if first_expert is None else None
     back, order, sizes = (sort or sort_by_group)(group, num_experts)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
-    share: Any = _deal(weights.reshape(-1, 1), order, back, 1)  # f32
+    share: Any = _deal(weights.reshape(-1, 1), order, back, 1, platform)  # f32
 
     def apply(inputs: jax.Array, names: tuple[str, ...], share: float | jax.Array = 1.0) -> list[jax.Array]:
         products = grouped_each(inputs, tuple(params[name] for name in names), sizes, platform)
@@ -194,15 +200,20 @@ def _grouped(
     def finish(y: jax.Array, bias: jax.Array | None, share: float | jax.Array) -> jax.Array:
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
-    rows: Any = _deal(x, order, back, k)
-    # the products to keep under remat=dots; of those of `down` a gradient needs the sums at most: `experts` names them
-    hidden = glu(*(checkpoint_name(y, "product") for y in apply(rows, ("gate", "up"))))
+    rows: Any = _deal(x, order, back, k, platform)
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
-    hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
+    kernel = grouped_gated_kernel(platform, rows, params, glu)
+    if kernel:
+        hidden = kernel(rows, (params["gate"], params["up"]), share, sizes, glu)
+    else:
+        # the products to keep under remat=dots; of those of `down` a gradient needs the sums at most: `experts` names
+        # them
+        hidden = glu(*(checkpoint_name(y, "product") for y in apply(rows, ("gate", "up"))))
+        hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
     [out] = apply(hidden, ("down",), bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)
-    return _collect(out, order, back, k)
+    return _collect(out, order, back, k, platform)
 
 
 def sort_by_group(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -237,38 +248,39 @@ def _before(counts: jax.Array) -> jax.Array:
     return sums.astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _deal(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _deal(x: jax.Array, order: jax.Array, back: jax.Array, k: int, platform: str | None) -> jax.Array:
     """Return each row of x k times, in `order`, of which `back` is the inverse.
 
     The backward pass gathers too, by `back`, and sums in f32: the one that jax derives is a scatter that adds row by
     row and rounds each time.
     """
-    return x[order // k]
+    kernel = deal_kernel(x, k, platform)
+    return kernel(x, back, k) if kernel else x[order // k]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _collect(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _collect(x: jax.Array, order: jax.Array, back: jax.Array, k: int, platform: str | None) -> jax.Array:
     """Return the sums of the k rows that `_deal` made of each row."""
     return x[back].reshape(-1, k, x.shape[-1]).sum(axis=1)
 
 
-def _deal_forward(x, order, back, k):
-    return _deal(x, order, back, k), (order, back)
+def _deal_forward(x, order, back, k, platform):
+    return _deal(x, order, back, k, platform), (order, back)
 
 
-def _deal_backward(k, saved, g):
+def _deal_backward(k, platform, saved, g):
     # a gradient of the router's weights is a sum over columns: a kernel of its own, not a loop inside of the gather's
     g = lax.optimization_barrier(g) if g.shape[-1] == 1 else g
-    return _collect(g, *saved, k), None, None
+    return _collect(g, *saved, k, platform), None, None
 
 
-def _collect_forward(x, order, back, k):
-    return _collect(x, order, back, k), (order, back)
+def _collect_forward(x, order, back, k, platform):
+    return _collect(x, order, back, k, platform), (order, back)
 
 
-def _collect_backward(k, saved, g):
-    return _deal(g, *saved, k), None, None
+def _collect_backward(k, platform, saved, g):
+    return _deal(g, *saved, k, platform), None, None
 
 
 _deal.defvjp(_deal_forward, _deal_backward)

@@ -31,7 +31,7 @@ from dovetail.train.objective import Objective, step_context
 from dovetail.train.optim import Rate, learning_rate, make_optimizer
 from dovetail.train.rows import check_columns
 from dovetail.train.state import TrainState, abstract_state, init_state
-from dovetail.train.step import Evaluate, Step, make_eval, make_step
+from dovetail.train.step import Evaluate, Step, kept_copy, make_eval, make_step
 
 DOCUMENTS = (1, 15, 63, 255)  # documents per row; one more for the padding makes a power of two
 
@@ -60,11 +60,30 @@ class Ready:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """Return the training state as shapes with shardings."""
+        """Return the training state that checkpoints hold, as shapes with shardings."""
         state, companion = abstract_state(self.specs, self.settings, self.optimizer, self.placement), None
         if self.objective.companion:
             companion = self.objective.companion.abstract(self.cfg, self.placement)
         return replace(state, companion=companion)
+
+    @cached_property
+    def carried_state(self) -> TrainState:
+        """Return the training state that steps carry, as shapes with shardings."""
+        masters = self.abstract_state.params
+        shapes = jax.eval_shape(self._copy, masters)
+
+        def placed(master: Any, kept: Any) -> Any:
+            return kept and jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=master.sharding)
+
+        return replace(self.abstract_state, copy=jax.tree.map(placed, masters, shapes))
+
+    def carried(self, state: TrainState) -> TrainState:
+        """Return a new or restored state as steps carry it: with its weights in the compute dtype."""
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.carried_state.copy)
+        return replace(state, copy=jax.jit(self._copy, out_shardings=places)(state.params))
+
+    def _copy(self, params: Params) -> Any:
+        return kept_copy(params, self.specs, self.compute)
 
     @cached_property
     def abstract_batch(self) -> Batch:
@@ -92,10 +111,10 @@ class Ready:
         settings = self._settings_for(rows)
         ctx = step_context(settings, self.placement, self.platform, documents)
         step = make_step(self.cfg, settings, self.objective, self.optimizer, self.rate, ctx)
-        places = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.carried_state)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
         batch = self._abstract_batch(settings, entries)
-        return jitted.trace(self.abstract_state, batch, *self._abstract_frozen).lower(
+        return jitted.trace(self.carried_state, batch, *self._abstract_frozen).lower(
             lowering_platforms=(self.platform,)
         )
 
@@ -174,7 +193,8 @@ class Ready:
         """Return a new state with these weights, or with random ones."""
         state = init_state(self.cfg, self.specs, self.settings, self.optimizer, self.placement, params)
         companion = self.objective.companion
-        return replace(state, companion=companion.init(self, state.params)) if companion else state
+        state = replace(state, companion=companion.init(self, state.params)) if companion else state
+        return self.carried(state)
 
     def rows_here(self) -> tuple[int, int]:
         """Return (which share of a batch's rows this process loads, number of shares)."""

@@ -102,7 +102,7 @@ class Saves:
             )
         self._goodput.restored(step)
         cursor = int(meta["cursor"])
-        return Position(state, step, cursor, saved=cursor), meta
+        return Position(self._ready.carried(state), step, cursor, saved=cursor), meta
 
     def _stored_rows_key(self, stored: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the rows key of a checkpoint's recipe as this version writes it; None if it cannot be read."""
@@ -124,7 +124,7 @@ class Saves:
         meta = {"cursor": at.cursor, "data": self._rows_key(self._settings), "inputs": self._inputs, **recorded}
         with self._goodput.span("checkpoint"):
             far = True if durable and self._settings.checkpoint.durable else None
-            self.checkpoints.save(at.step, at.state, meta, far)
+            self.checkpoints.save(at.step, replace(at.state, copy=None), meta, far)
         at.saved, self._saved_at = at.cursor, time.monotonic()
         self._by_clock.done()
 

@@ -31,6 +31,7 @@ class TrainState:
     ema: Params | None = None  # f32
     reference: Params | None = None  # f32: see core.training.StepModels.reference
     companion: Any = None  # see train.objective.Companion; a step does not read it
+    copy: Any = None  # `params` in the compute dtype (train.step.kept_copy): made of them, never saved
 
 
 def abstract_state(

@@ -4,7 +4,8 @@ A batch may be taken in parts (`accumulate`): the objective divides by the weigh
 of the parts add up to that of the whole. The gradient is judged (train.guard.health) before the update, which is
 applied by a select: a bad gradient never reaches the weights, and a step launched behind a bad one changes nothing.
 
-The weights are master weights (f32, or bf16 with stochastic rounding); the step copies them to the compute dtype.
+The weights are master weights (f32, or bf16 with stochastic rounding), which a step reads in the compute dtype. A state
+may carry that copy (`TrainState.copy`): the update then writes it, and no step reads the masters to make it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from dovetail.core.compute import Compute
-from dovetail.core.spec import tree_map
+from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
@@ -50,7 +51,8 @@ def make_step(
         key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
         beside = reference_copy(state.reference, specs, ctx.compute)
         own = dataclasses.replace(ctx, frozen=frozen, reference=beside, key=jax.random.fold_in(key, DROPOUT))
-        grads, metrics, loads = gradients(state.params, cfg, objective, batch, own, settings.accumulate or 1)
+        parts = settings.accumulate or 1
+        grads, metrics, loads = gradients(state.params, cfg, objective, batch, own, parts, state.copy)
         norm = global_norm(grads)
         ok, checks = health.judge(state.health, metrics["loss"], norm, settings.health)
         updates, opt = optimizer.update(clip(grads, norm, settings.optimizer.max_grad_norm), state.opt, state.params)
@@ -61,8 +63,9 @@ def make_step(
         metrics |= {"grad_norm": norm, "lr": rate(state.step), "ok": ok}
         if mesh.size > 1:  # a single device has nothing to compare with
             metrics["checksums"] = health.checksums(grads, mesh, layout)
-        chosen = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
-        return dataclasses.replace(chosen, health=checks), metrics
+        chosen = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, dataclasses.replace(state, copy=None))
+        copy = None if state.copy is None else kept_copy(chosen.params, specs, ctx.compute)
+        return dataclasses.replace(chosen, health=checks, copy=copy), metrics
 
     return step
 
@@ -100,20 +103,25 @@ def make_eval(cfg: ModelConfig, objective: Objective, ctx: StepContext) -> Calla
 
 
 def gradients(
-    params: Params, cfg: ModelConfig, objective: Objective, batch: Batch, ctx: StepContext, parts: int = 1
-) -> tuple[Params, Metrics, Loads]:
-    """Return (gradient of the batch's loss, its metrics, the router loads)."""
+    params: Params, cfg: ModelConfig, objective: Objective, batch: Batch, ctx: StepContext, parts: int = 1,
+    copy: Any = None,
+) -> tuple[Params, Metrics, Loads]:  # fmt: skip
+    """Return (gradient of the batch's loss, its metrics, the router loads); `copy` is `kept_copy` of the weights."""
     weight, specs = objective.weight(batch), objective.specs(cfg)
+    weights = compute_copy(params, specs, ctx.compute, copy)
 
-    def share(params: Params, part: Batch, number: Any = 0) -> tuple[jax.Array, tuple[Metrics, Loads]]:
+    def share(weights: Params, part: Batch, number: Any) -> tuple[jax.Array, tuple[Metrics, Loads]]:
         own = ctx if ctx.key is None else dataclasses.replace(ctx, key=jax.random.fold_in(ctx.key, number))
-        found = objective.measure(compute_copy(params, specs, ctx.compute), cfg, part, weight, own)
+        found = objective.measure(weights, cfg, part, weight, own)
         reported = {"loss": jax.lax.stop_gradient(found.loss)} | found.metrics
         return found.loss, (reported, found.loads)
 
-    one = jax.grad(share, has_aux=True)
+    def one(weights: Params, part: Batch, number: Any = 0) -> tuple[Params, tuple[Metrics, Loads]]:
+        grads, rest = jax.grad(share, has_aux=True)(weights, part, number)
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params), rest
+
     with ctx.compute.products(ctx.platform):
-        grads, (metrics, loads) = one(params, batch) if parts == 1 else _accumulated(one, params, batch, parts)
+        grads, (metrics, loads) = one(weights, batch) if parts == 1 else _accumulated(one, weights, batch, parts)
     metrics["targets"] = batch.loss_mask.sum()
     return grads, metrics | router_metrics(loads), loads
 
@@ -140,10 +148,30 @@ def _together(path: tuple, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.maximum(a, b.astype(a.dtype)) if is_greatest else a + b.astype(a.dtype)
 
 
-def compute_copy(params: Params, specs: Any, compute: Compute) -> Params:
+def compute_copy(params: Params, specs: Any, compute: Compute, copy: Any = None) -> Params:
     """Return the weights in the compute dtype; a spec with its own dtype (a router's bias) keeps it.
+
+    Those in `copy`, a tree of `kept_copy`, are taken from there.
 
     Projections are not joined as in serving: the backward pass would write their joined gradients once more, which
     costs more than the larger products save (measured).
     """
-    return tree_map(lambda one, x: x if one.dtype else x.astype(compute.dtype), specs, params)
+
+    def cast(one: ParamSpec, x: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+        return kept if kept is not None else x if one.dtype else x.astype(compute.dtype)
+
+    return tree_map(cast, specs, params) if copy is None else tree_map(cast, specs, params, copy)
+
+
+def kept_copy(params: Params, specs: Any, compute: Compute) -> Any:
+    """Return the weights in the compute dtype that a state keeps, and None in place of the others.
+
+    Those are weights with a dtype of their own, masters in the compute dtype, and tables that are only looked up, whose
+    masters are not read as a whole.
+    """
+
+    def copied(one: ParamSpec, x: jax.Array) -> jax.Array | None:
+        is_read = not one.dtype and one.active > 0 and x.dtype != compute.dtype
+        return x.astype(compute.dtype) if is_read else None
+
+    return tree_map(copied, specs, params)

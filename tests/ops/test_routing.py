@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dovetail.ops import dispatch_products, moe
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import experts, grouped_hopper
+from dovetail.ops.kernels.gpu import experts, grouped_parts
 from dovetail.ops.kernels.gpu.mosaic import routing, sorting
 from dovetail.ops.kernels.gpu.mosaic.threads import THREADS, WARP, WARPS
 from dovetail.ops.router import top_k_by_rank
@@ -160,7 +160,7 @@ KINDS = {
     "ends idle": lambda rng, T, E, k: rng.integers(E // 4, E // 2, (T, k)),
 }
 POSITIONS = jax.jit(moe._positions, static_argnums=1)
-TILES = jax.jit(grouped_hopper.tiles_of, static_argnums=1)
+TILES = jax.jit(grouped_parts.tiles_of, static_argnums=1)
 SHAPES = [(9, 8, 2), (16, 128, 8), (33, 32, 4), (77, 40, 1), (200, 256, 8), (256, 128, 8), (130, 512, 8), (700, 16, 6)]
 
 
@@ -187,7 +187,7 @@ def test_pairs_are_sorted_and_divided_into_tiles_as_by_the_references(simulated,
         np.testing.assert_array_equal(pair[place], np.arange(T * k))
         few = np.where(np.arange(E) % 3 == 0, 0, sizes).astype(np.int32)
         for own in (sizes, few, 0 * sizes):  # rows in no group
-            tiles = grouped_hopper.sizes_of_tiles(T * k, E)
+            tiles = grouped_parts.sizes_of_tiles(T * k, E)
             got = sorting.tiles_of_groups.__wrapped__(own, T * k, tiles)
             jax.tree.map(np.testing.assert_array_equal, tuple(got), TILES(jnp.asarray(own), T * k))
 

@@ -64,8 +64,9 @@ def test_a_run_learns_evaluates_saves_exports_and_reports(tmp_path):
     assert one.goodput.share > 0
 
 
-def test_a_resumed_run_is_bitwise_the_straight_run(tmp_path):
-    settings = settings_for(tmp_path)
+@pytest.mark.parametrize("compute", ["f32", pytest.param("bf16", marks=pytest.mark.thorough)])
+def test_a_resumed_run_is_bitwise_the_straight_run(tmp_path, compute):
+    settings = settings_for(tmp_path, precision={"compute": compute})
     _, straight = run(settings, tmp_path / "straight")
     signalled = []
 

@@ -90,6 +90,7 @@ def test_shapes_and_shardings(name, platform):
     masters = 4 if ready.settings.precision.params == "f32" else 2
     copies = masters + (2 if ready.settings.precision.compute == "bf16" and masters == 4 else 0)
     assert local(ready.abstract_state.params) / masters * copies == pytest.approx(counted.weights, rel=0.02)
+    assert local((ready.carried_state.params, ready.carried_state.copy)) <= counted.weights
 
 
 LOWERED = {("qwen3-30b-a3b", "cuda")}

@@ -32,7 +32,7 @@ from dovetail.train.objective import step_context
 from dovetail.train.optim import global_norm, learning_rate, make_optimizer
 from dovetail.train.settings import PretrainLoss
 from dovetail.train.state import TrainState, init_state
-from dovetail.train.step import gradients, make_eval, make_step
+from dovetail.train.step import gradients, kept_copy, make_eval, make_step
 
 pytestmark = pytest.mark.slow
 
@@ -195,6 +195,23 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(name):
         for key, value in metrics.items():
             np.testing.assert_allclose(again[1][key], value, rtol=1e-6, err_msg=key)
         same(again[2], loads)
+
+
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_state_with_a_copy_of_its_weights_trains_as_one_without(parts):
+    cfg = config("moe")
+    settings = recipe(accumulate=parts, precision=Precision("bf16"), loss=EXTRAS)
+    plain, step = trainer(cfg, settings, fresh(cfg, settings))
+    specs, compute = next_token(settings).specs(cfg), step_context(settings, alone()).compute
+    carried = dataclasses.replace(plain, copy=kept_copy(plain.params, specs, compute))
+    assert carried.copy["embed"] is None and carried.copy["layers"][0]["attn"]["q"].dtype == jnp.bfloat16
+    for number in range(3):
+        plain, expected = step(plain, some_batch(number))
+        carried, metrics = step(carried, some_batch(number))
+        close(metrics, expected, 1e-2)
+        same(carried.copy, kept_copy(carried.params, specs, compute))
+    assert plain.copy is None
+    close(carried.params, plain.params, 1e-2)
 
 
 FOLDED = {

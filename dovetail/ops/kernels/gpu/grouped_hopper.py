@@ -11,8 +11,6 @@ M rows, sorted by group, E groups, K input dim, N output dim, I tiles of rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,29 +19,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.grouped import _swizzled
-from dovetail.ops.kernels.gpu.mosaic.sorting import TileSizes, tiles_of_groups, why_not_sort
-
-PROGRAMS = 132  # multiprocessors of an H100 or H200 (SXM)
-GROUPS, HALF = 2, 64  # warpgroups that multiply, and the rows of the tile that each computes
-ROWS = GROUPS * HALF
-INNER = 64  # of the summed dim at a time: 128 bytes, the widest swizzle
-ALIGNED = 8  # rows of a swizzled tile of shared memory
-CHUNK = 64  # columns that are stored at a time
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
-
-@dataclass(frozen=True)
-class OutputTiles:
-    """Describe the tiles of the output.
-
-    Their columns, the blocks of operands in shared memory, and how many tiles along the rows are computed before the
-    columns advance: they share what they read of the other operand while it is in the L2 cache.
-    """
-
-    cols: int = 256
-    stages: int = 4
-    swizzle: int = 8
+from dovetail.ops.kernels.gpu.grouped_parts import (
+    ALIGNED,
+    CHUNK,
+    GROUPS,
+    HALF,
+    INNER,
+    ROWS,
+    OutputTiles,
+    by_size,
+    default_tiles,
+    find_tiles,
+    load_blocks,
+    make_kernel,
+    run_tiles,
+    shared_tiles,
+    store_chunks,
+    store_rows,
+    sum_blocks,
+)
 
 
 def why_not_hopper(rows: int, out: int, inner: int, dtype: Any) -> str | None:
@@ -55,12 +51,6 @@ def why_not_hopper(rows: int, out: int, inner: int, dtype: Any) -> str | None:
     if rows % ALIGNED:
         return f"{rows} rows, not a multiple of {ALIGNED}"
     return None
-
-
-def default_tiles(cols: int) -> OutputTiles:
-    """Return the tiles that compute the fewest columns beyond the last."""
-    fewest = min((256, 192, 128), key=lambda block: (pl.cdiv(cols, block) * block, -block))
-    return OutputTiles(cols=fewest, stages={256: 4, 192: 4, 128: 6}[fewest])
 
 
 def grouped_matmul(
@@ -145,47 +135,16 @@ def rows_products(
     M, N = len(x), w.shape[1 if transposed else 2]
     t = tiles or default_tiles(N)
     block = (t.cols, INNER) if transposed else (INNER, t.cols)
-    shared = [_shared((t.stages, ROWS, INNER), x.dtype), _shared((t.stages, *block), w.dtype)]
+    shared = [shared_tiles((t.stages, ROWS, INNER), x.dtype), shared_tiles((t.stages, *block), w.dtype)]
     # a part of the rows of a tile may be stored: tiles of one row
-    shared.append(_shared((GROUPS, 2, HALF, CHUNK), x.dtype, rows=1))
-    return _kernel(
+    shared.append(shared_tiles((GROUPS, 2, HALF, CHUNK), x.dtype, rows=1))
+    return make_kernel(
         functools.partial(_rows_body, transposed=transposed, num_cols=pl.cdiv(N, t.cols), t=t),
         f"grouped_matmul_{'forward' if transposed else 'to_x'}_hopper",
         jax.ShapeDtypeStruct((M, N), x.dtype),
         shared,
         t.stages,
-    )(*_tiles_of(sizes, M), *all_x, *all_w)
-
-
-def _tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
-    """Return what `tiles_of` does, by one kernel if it can."""
-    if why_not_sort(sizes, len(sizes)):
-        return tiles_of(sizes, num_rows)
-    return tiles_of_groups(sizes, num_rows, sizes_of_tiles(num_rows, len(sizes)))
-
-
-def tiles_of(sizes: jax.Array, num_rows: int) -> tuple[jax.Array, ...]:
-    """Return tiles of rows of one group: its group, first row, first and last + 1 row of the group [I], and how many.
-
-    The rows in no group are a last group, E. The arrays have room for as many tiles as there can be.
-    """
-    num_tiles = sizes_of_tiles(num_rows, len(sizes)).tiles
-    sizes = jnp.append(sizes, num_rows - sizes.sum()).astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    firsts = (ends - sizes) // ALIGNED * ALIGNED
-    tiles = jnp.where(sizes > 0, -(-(ends - firsts) // ROWS), 0)
-    tile_ends = jnp.cumsum(tiles)
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    # by comparing with all: a search by halves is a loop of small kernels on a GPU
-    group = jnp.searchsorted(tile_ends, tile, side="right", method="compare_all").astype(jnp.int32)
-    group = jnp.minimum(group, len(sizes) - 1)
-    first = firsts[group] + (tile - (tile_ends - tiles)[group]) * ROWS
-    return group, first, jnp.maximum((ends - sizes)[group], first), ends[group], tile_ends[-1:]
-
-
-def sizes_of_tiles(num_rows: int, num_groups: int) -> TileSizes:
-    """Return how many tiles there can be, and their sizes."""
-    return TileSizes(pl.cdiv(num_rows + (num_groups + 1) * (ROWS + ALIGNED), ROWS), ROWS, ALIGNED)
+    )(*find_tiles(sizes, M), *all_x, *all_w)
 
 
 def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any,
@@ -205,13 +164,13 @@ def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any,
         tile, group, col, steps = block(program)
         rows, cols = pl.ds(pl.multiple_of(first_ref[tile], ALIGNED), ROWS), pl.ds(col, t.cols)
 
-        def sources(step: jax.Array, x_ref: Any, w_ref: Any) -> list:
+        def sources(step: jax.Array, slot: jax.Array, x_ref: Any, w_ref: Any) -> list:
             inner = pl.ds(step * INNER, INNER)
             weights = w_ref.at[group, cols, inner] if transposed else w_ref.at[group, inner, cols]
-            return [(x_ref.at[rows, inner], xs), (weights, ws)]
+            return [(x_ref.at[rows, inner], xs.at[slot]), (weights, ws.at[slot])]
 
         for x_ref, w_ref in pairs:
-            at = _load(functools.partial(sources, x_ref=x_ref, w_ref=w_ref), steps, at, loaded, released)
+            at = load_blocks(functools.partial(sources, x_ref=x_ref, w_ref=w_ref), steps, at, loaded, released)
         return at
 
     def compute(program: jax.Array, at: jax.Array) -> jax.Array:
@@ -226,57 +185,60 @@ def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any,
             plgpu.wgmma(acc, xs.at[slot, pl.ds(warpgroup * HALF, HALF)], weights)
 
         parts = [(jnp.where(count > 0, steps, 0), multiply), (steps, lambda *_: None)]
-        total = _sum(parts, t.cols, at, loaded, released)
+        total = sum_blocks(parts, t.cols, at, loaded, released)
 
-        def store(buffer: Any, at: int) -> None:
-            offset, size = start, HALF
-            while size:  # the bits of `count`: a copy has a fixed number of rows
-                _store_if(
-                    (count & size) != 0,
-                    buffer.at[pl.ds(offset, size)],
-                    out_ref.at[pl.ds(first + offset, size), pl.ds(col + at, CHUNK)],
-                )
-                offset, size = offset + (count & size), size // 2
+        def store(i: int) -> tuple:
+            target = dict(first=first, start=start, count=count, col=col + i * CHUNK)
+            return total[:, i * CHUNK : (i + 1) * CHUNK], functools.partial(store_rows, out_ref=out_ref, **target)
 
-        _store(total, outs.at[warpgroup], store)
+        store_chunks([store(i) for i in range(t.cols // CHUNK)], outs.at[warpgroup])
         return at + steps
 
-    _run(count_ref[0] * num_cols, load, compute, released)
-
-
-def _store_if(condition: jax.Array, source: Any, target: Any) -> None:
-    pl.when(condition)(lambda: plgpu.copy_smem_to_gmem(source, target, commit_group=False))
+    run_tiles(count_ref[0] * num_cols, load, compute, released)
 
 
 # ------------------------------------------------------------------------------------------- the weights' gradient
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "tiles"))  # equal calls are traced and lowered once
+@functools.partial(jax.jit, static_argnames=("dtype", "tiles", "balanced"))  # equal calls are traced and lowered once
 def weights_product(
-    dy: jax.Array, x: jax.Array, sizes: jax.Array, *, dtype: Any, tiles: OutputTiles | None = None
+    dy: jax.Array,
+    x: jax.Array,
+    sizes: jax.Array,
+    *,
+    dtype: Any,
+    tiles: OutputTiles | None = None,
+    balanced: bool | None = None,
 ) -> jax.Array:
-    """Map dy [M, N] and x [M, K] to [E, N, K]: each group's dy^T x."""
+    """Map dy [M, N] and x [M, K] to [E, N, K]: each group's dy^T x.
+
+    A tile takes as long as its group has rows. With `balanced`, by default with DOVETAIL_UNMEASURED_KERNELS=1, the
+    tiles of large groups come first, and all programs sum about as many rows.
+    """
+    balanced = tries_unmeasured() if balanced is None else balanced
     N, K, E = dy.shape[1], x.shape[1], len(sizes)
     t = tiles or default_tiles(K)
-    shared = [_shared((t.stages, INNER, columns), x.dtype) for columns in (ROWS, t.cols)]
-    shared.append(_shared((GROUPS, 2, HALF, CHUNK), dtype))
+    shared = [shared_tiles((t.stages, INNER, columns), x.dtype) for columns in (ROWS, t.cols)]
+    shared.append(shared_tiles((GROUPS, 2, HALF, CHUNK), dtype))
     ends = jnp.cumsum(sizes).astype(jnp.int32)
-    return _kernel(
-        functools.partial(_weights_body, num_rows=pl.cdiv(N, ROWS), num_cols=pl.cdiv(K, t.cols), t=t),
+    return make_kernel(
+        functools.partial(
+            _weights_body, num_rows=pl.cdiv(N, ROWS), num_cols=pl.cdiv(K, t.cols), t=t, balanced=balanced
+        ),
         "grouped_matmul_to_w_hopper",
         jax.ShapeDtypeStruct((E, N, K), dtype),
         shared,
         t.stages,
-    )(ends - sizes.astype(jnp.int32), ends, dy, x)
+    )(by_size(sizes) if balanced else jnp.arange(E, dtype=jnp.int32), ends - sizes.astype(jnp.int32), ends, dy, x)
 
 
-def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, released,
-                  *, num_rows: int, num_cols: int, t: OutputTiles):  # fmt: skip
+def _weights_body(order_ref, start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, released,
+                  *, num_rows: int, num_cols: int, t: OutputTiles, balanced: bool):  # fmt: skip
     dys, xs, outs = shared
     warpgroup = lax.axis_index("warpgroup")
 
     def block(program: jax.Array) -> tuple:
-        group = lax.div(program, num_rows * num_cols)
+        group = order_ref[lax.div(program, num_rows * num_cols)]
         row, col = _swizzled(lax.rem(program, num_rows * num_cols), num_rows, num_cols, t.swizzle)
         start, end = start_ref[group], end_ref[group]
         first = lax.div(start, ALIGNED) * ALIGNED
@@ -286,11 +248,12 @@ def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, re
     def load(program: jax.Array, at: jax.Array) -> jax.Array:
         _, row, col, _, _, first, steps = block(program)
 
-        def sources(step: jax.Array) -> list:
+        def sources(step: jax.Array, slot: jax.Array) -> list:
             inner = pl.ds(pl.multiple_of(first + step * INNER, ALIGNED), INNER)
-            return [(dy_ref.at[inner, pl.ds(row, ROWS)], dys), (x_ref.at[inner, pl.ds(col, t.cols)], xs)]
+            cols = pl.ds(col, t.cols)
+            return [(dy_ref.at[inner, pl.ds(row, ROWS)], dys.at[slot]), (x_ref.at[inner, cols], xs.at[slot])]
 
-        return _load(sources, steps, at, loaded, released)
+        return load_blocks(sources, steps, at, loaded, released)
 
     def compute(program: jax.Array, at: jax.Array) -> jax.Array:
         group, row, col, start, end, _, steps = block(program)
@@ -312,128 +275,14 @@ def _weights_body(start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, re
         head = jnp.where(start > 0, jnp.minimum(steps, 1), 0)
         tail = jnp.maximum(lax.div(end, INNER), head)
         parts = [(head, multiply_group), (jnp.minimum(tail, steps), multiply), (steps, multiply_group)]
-        total = _sum(parts, t.cols, at, loaded, released)
+        total = sum_blocks(parts, t.cols, at, loaded, released)
 
-        def store(buffer: Any, at: int) -> None:
-            target = out_ref.at[group, pl.ds(row, HALF), pl.ds(col + at, CHUNK)]
-            plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+        def store(i: int) -> tuple:
+            target = out_ref.at[group, pl.ds(row, HALF), pl.ds(col + i * CHUNK, CHUNK)]
+            part = total[:, i * CHUNK : (i + 1) * CHUNK]
+            return part, lambda buffer: plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
-        _store(total, outs.at[warpgroup], store)
+        store_chunks([store(i) for i in range(t.cols // CHUNK)], outs.at[warpgroup])
         return at + steps
 
-    _run(out_ref.shape[0] * num_rows * num_cols, load, compute, released)
-
-
-# ------------------------------------------------------------------------------------------------ parts of a kernel
-
-
-def _kernel(body: Callable, name: str, out: jax.ShapeDtypeStruct, shared: list, stages: int) -> Callable:
-    """Return the kernel of `body(*inputs, output, shared memory, loaded, released)`."""
-
-    def entry(*refs: Any) -> None:
-        pl.run_scoped(
-            functools.partial(body, *refs),
-            shared,
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # two copies
-            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
-            collective_axes="warpgroup",
-        )
-
-    return plgpu.kernel(
-        entry,
-        out_type=out,
-        grid=(PROGRAMS,),
-        grid_names=("program",),
-        num_threads=GROUPS + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
-    )
-
-
-def _shared(shape: tuple[int, ...], dtype: Any, rows: int = ALIGNED) -> Any:
-    """Return shared memory in tiles of `rows`, swizzled by 128 bytes, as copies and products expect it."""
-    transforms = (plgpu.TilingTransform((rows, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _run(num_tiles: Any, load: Callable, compute: Callable, released: Any) -> None:
-    """Compute this program's tiles, or load their operands, by the number of the warpgroup.
-
-    `load` and `compute` take the number of a tile and of its first step, counted over all tiles, and return the next.
-    """
-    program = lax.axis_index("program")
-    mine = lax.div(num_tiles - program + PROGRAMS - 1, PROGRAMS)
-
-    def over(run: Callable) -> None:
-        lax.fori_loop(0, mine, lambda i, at: run(program + i * PROGRAMS, at), jnp.int32(0))
-
-    @pl.when(lax.axis_index("warpgroup") < GROUPS)
-    def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
-        for stage in range(released.shape[0]):
-            plgpu.barrier_arrive(released.at[stage])
-        over(compute)
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(lax.axis_index("warpgroup") == GROUPS)
-    def _load() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        over(load)
-        for stage in range(released.shape[0]):  # nothing arrives at a barrier of a program that has ended
-            plgpu.barrier_wait(released.at[stage])
-
-
-def _load(sources: Callable, steps: jax.Array, at: jax.Array, loaded: Any, released: Any) -> jax.Array:
-    """Copy the blocks of each step, `sources(step)`, to their shared memory; return the next step."""
-    stages = released.shape[0]
-
-    def copy(step: jax.Array, _: None) -> None:
-        slot = lax.rem(at + step, jnp.int32(stages))
-        plgpu.barrier_wait(released.at[slot])
-        for source, target in sources(step):
-            plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
-
-    lax.fori_loop(0, steps, copy, None)
-    return at + steps
-
-
-def _sum(parts: list, cols: int, at: jax.Array, loaded: Any, released: Any) -> jax.Array:
-    """Return the sum [HALF, cols] f32 over the steps: of each part (end, multiply), those before its end."""
-    stages = jnp.int32(released.shape[0])
-
-    def products(acc: Any) -> jax.Array:
-        def run(step: jax.Array, _: None, multiply: Callable) -> None:
-            slot = lax.rem(at + step, stages)
-            plgpu.barrier_wait(loaded.at[slot])
-            multiply(acc, slot, step)
-            plgpu.wgmma_wait(1)  # the one before is done
-
-            @pl.when(step > 0)
-            def _() -> None:
-                plgpu.barrier_arrive(released.at[lax.rem(at + step + stages - 1, stages)])
-
-        start = 0
-        for end, multiply in parts:
-            lax.fori_loop(start, end, functools.partial(run, multiply=multiply), None)
-            start = end
-        return acc[...]
-
-    total = pl.run_scoped(products, ACC((HALF, cols), jnp.float32))
-    steps = parts[-1][0]
-
-    @pl.when(steps > 0)
-    def _() -> None:
-        plgpu.barrier_arrive(released.at[lax.rem(at + steps + stages - 1, stages)])
-
-    return total
-
-
-def _store(total: jax.Array, buffers: Any, store: Callable) -> None:
-    """Store the sums of a tile by chunks of columns; `store(buffer, column)` copies one from shared memory."""
-    for i in range(total.shape[1] // CHUNK):
-        buffer = buffers.at[i % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the buffer's last copy
-        buffer[...] = total[:, i * CHUNK : (i + 1) * CHUNK].astype(buffers.dtype)
-        plgpu.commit_smem()
-        store(buffer, i * CHUNK)
-        plgpu.commit_smem_to_gmem_group()
+    run_tiles(out_ref.shape[0] * num_rows * num_cols, load, compute, released, there_and_back=balanced)

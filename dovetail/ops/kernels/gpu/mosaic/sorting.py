@@ -121,7 +121,7 @@ class TileSizes(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "sizes_of_tiles"))
 def tiles_of_groups(sizes: jax.Array, num_rows: int, sizes_of_tiles: TileSizes) -> tuple[jax.Array, ...]:
-    """Return what kernels.gpu.grouped_hopper.tiles_of does, by one kernel."""
+    """Return what kernels.gpu.grouped_parts.tiles_of does, by one kernel."""
     tiles = sizes_of_tiles
     out = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (*[tiles.tiles] * 4, 1)]
     program = functools.partial(divide, E=len(sizes), num_rows=num_rows, tiles=tiles)
