@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import jax
@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dovetail.ops.dispatch_products import choose_product, grouped_each_kernel, grouped_kernel, product_kernel
+from dovetail.ops.dispatch_products import (
+    choose_product,
+    few_kernel,
+    grouped_each_kernel,
+    grouped_kernel,
+    product_kernel,
+)
 
 ARRAYS = (jax.Array, np.ndarray)
 PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out
@@ -72,7 +78,11 @@ def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1
     # as matrices: XLA's CPU backend copies a weight of three dims, transposed, at every call
     out, size = w.shape[: w.ndim - dims], math.prod(w.shape[w.ndim - dims :])
     rows = x.reshape(*x.shape[: x.ndim - dims], size)
-    y = _product(rows, w.reshape(-1, size), out_dtype)
+    matrix = w.reshape(-1, size)
+    if kernel := few_kernel(rows, matrix, out_dtype=out_dtype):
+        y = _on_cuda(kernel, _plain)(rows, matrix, None if bias is None else bias.reshape(-1))
+        return y.reshape(*rows.shape[:-1], *out)
+    y = _product(rows, matrix, out_dtype)
     # as a vector, which cuBLAS adds itself: XLA would write out one of two dims for every row
     y = y if bias is None else y + bias.reshape(-1).astype(y.dtype)
     return y.reshape(*rows.shape[:-1], *out)
@@ -84,6 +94,22 @@ def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
     if name != "xla":
         return _cpu_product(name, x, w)
     return jnp.einsum("...d,fd->...f", x, w, preferred_element_type=out_dtype)
+
+
+def _on_cuda(kernel: Callable, reference: Callable) -> Callable:
+    """Return a function that runs the kernel on CUDA, and elsewhere and for gradients the reference."""
+
+    @jax.custom_vjp
+    def run(*given: Any) -> jax.Array:
+        return lax.platform_dependent(*given, cuda=kernel, default=reference)
+
+    run.defvjp(lambda *given: (run(*given), given), lambda given, g: jax.vjp(reference, *given)[1](g))
+    return run
+
+
+def _plain(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Multiply x [.., in] by w [out, in] and add the bias [out]."""
+    return x @ w.T if bias is None else x @ w.T + bias.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -172,10 +198,29 @@ def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> lis
 
 def gated(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int], glu: Any) -> jax.Array:
     """Return glu(gate, up), of the products of x with the weights of p with these names (ops.glu.Glu)."""
-    joined = joined_name(names)
-    in_one = getattr(p[joined], "gated", None) if is_joined(p, names) and f"{joined}_bias" not in p else None
-    y = in_one(x, glu) if in_one else None
+    y = _gated_in_one(x, p, names, glu)
     return glu(*matmuls(x, p, names)) if y is None else y
+
+
+def _gated_in_one(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int], glu: Any) -> jax.Array | None:
+    """Return what `gated` does if one kernel can, else None."""
+    joined = joined_name(names)
+    if not is_joined(p, names):
+        return None
+    w, bias = p[joined], p.get(f"{joined}_bias")
+    if not isinstance(w, ARRAYS):
+        in_one = getattr(w, "gated", None) if bias is None else None
+        return in_one(x, glu) if in_one else None
+    matrix = w.reshape(-1, w.shape[-1])
+    kernel = few_kernel(x, matrix, glu)
+    if kernel is None or len(w) > 1:  # in several parts, each has its share of gate and of up
+        return None
+    reference = functools.partial(_gated_product, glu)
+    return _on_cuda(kernel, reference)(x, matrix, None if bias is None else bias.reshape(-1))
+
+
+def _gated_product(glu: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return glu(*jnp.split(_plain(x, w, bias), 2, axis=-1))
 
 
 def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:
