@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from dovetail.ops.dispatch_products import (
     choose_product,
-    few_kernel,
     grouped_each_kernel,
     grouped_kernel,
     product_kernel,
 )
+from dovetail.ops.few_tokens import ARRAYS, Normed, Product, few_product, product_to_add
 
-ARRAYS = (jax.Array, np.ndarray)
 PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out
 # rows [M, in] in groups, weights [E, out, in]: no transpose is made
 _PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -70,22 +68,35 @@ class Table(Weight, Protocol):
         ...
 
 
-def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
-    """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out]."""
+def matmul(x: Any, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
+    """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out].
+
+    x may be a norm that is left to its products (ops.few_tokens.Normed).
+    """
     if not isinstance(w, ARRAYS):
-        y = cast(Weight, w).matmul(x, dims, out_dtype)
+        y = cast(Weight, w).matmul(_as_array(x), dims, out_dtype)
         return y if bias is None else y + bias.astype(y.dtype)
     # as matrices: XLA's CPU backend copies a weight of three dims, transposed, at every call
     out, size = w.shape[: w.ndim - dims], math.prod(w.shape[w.ndim - dims :])
-    rows = x.reshape(*x.shape[: x.ndim - dims], size)
+    rows = x if isinstance(x, Normed) else x.reshape(*x.shape[: x.ndim - dims], size)
     matrix = w.reshape(-1, size)
-    if kernel := few_kernel(rows, matrix, out_dtype=out_dtype):
-        y = _on_cuda(kernel, _plain)(rows, matrix, None if bias is None else bias.reshape(-1))
+    y = few_product(rows, matrix, None if bias is None else bias.reshape(-1), out_dtype=out_dtype)
+    if y is not None:
         return y.reshape(*rows.shape[:-1], *out)
-    y = _product(rows, matrix, out_dtype)
+    y = _product(_as_array(rows), matrix, out_dtype)
     # as a vector, which cuBLAS adds itself: XLA would write out one of two dims for every row
     y = y if bias is None else y + bias.reshape(-1).astype(y.dtype)
     return y.reshape(*rows.shape[:-1], *out)
+
+
+def matmul_to_add(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1) -> jax.Array | Product:
+    """Multiply as `matmul`; the product may be left to its addition to an array, the only use of it then."""
+    product = product_to_add(x, w, bias, dims)
+    return matmul(x, w, bias, dims=dims) if product is None else product
+
+
+def _as_array(x: Any) -> jax.Array:
+    return x.array() if isinstance(x, Normed) else x
 
 
 def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
@@ -94,22 +105,6 @@ def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
     if name != "xla":
         return _cpu_product(name, x, w)
     return jnp.einsum("...d,fd->...f", x, w, preferred_element_type=out_dtype)
-
-
-def _on_cuda(kernel: Callable, reference: Callable) -> Callable:
-    """Return a function that runs the kernel on CUDA, and elsewhere and for gradients the reference."""
-
-    @jax.custom_vjp
-    def run(*given: Any) -> jax.Array:
-        return lax.platform_dependent(*given, cuda=kernel, default=reference)
-
-    run.defvjp(lambda *given: (run(*given), given), lambda given, g: jax.vjp(reference, *given)[1](g))
-    return run
-
-
-def _plain(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Multiply x [.., in] by w [out, in] and add the bias [out]."""
-    return x @ w.T if bias is None else x @ w.T + bias.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,17 +205,10 @@ def _gated_in_one(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int], 
     w, bias = p[joined], p.get(f"{joined}_bias")
     if not isinstance(w, ARRAYS):
         in_one = getattr(w, "gated", None) if bias is None else None
-        return in_one(x, glu) if in_one else None
+        return in_one(_as_array(x), glu) if in_one else None
     matrix = w.reshape(-1, w.shape[-1])
-    kernel = few_kernel(x, matrix, glu)
-    if kernel is None or len(w) > 1:  # in several parts, each has its share of gate and of up
-        return None
-    reference = functools.partial(_gated_product, glu)
-    return _on_cuda(kernel, reference)(x, matrix, None if bias is None else bias.reshape(-1))
-
-
-def _gated_product(glu: Any, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return glu(*jnp.split(_plain(x, w, bias), 2, axis=-1))
+    # in several parts, each has its share of gate and of up
+    return few_product(x, matrix, None if bias is None else bias.reshape(-1), glu=glu) if len(w) == 1 else None
 
 
 def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:

@@ -33,7 +33,7 @@ ALONE, IN_TURN = 0.97, 0.97  # quality of one program on a multiprocessor, and o
 
 def why_not_few(x: Any, w: Any, glu: Glu | None = None) -> str | None:
     """Return why the kernel cannot multiply x [T, in] by a matrix [out, in], or None."""
-    if x.ndim != 2 or len(x) > FEW:
+    if x.ndim != 2 or x.shape[0] > FEW:
         return f"x is not a matrix of at most {FEW} tokens"
     if not x.dtype == w.dtype == jnp.bfloat16:
         return "not bf16"
