@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import decode_warps
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dovetail.core.types import Paged
+from dovetail.ops import dispatch_products
+from dovetail.ops.few_tokens import Normed, Product, add_rms_norm, few_product
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import dense_few
 from dovetail.ops.kernels.gpu.dense_warp import STEP, DensePlan
+from dovetail.ops.linear import matmul, matmul_to_add
 from dovetail.ops.norm import rms_norm
 
 pytestmark = pytest.mark.slow
@@ -134,3 +140,86 @@ def test_warps_normalise_tokens(monkeypatch, on_numpy, glu, programs):
     y = rms_norm(x32, norm32, eps, 1.0) @ w32.T
     got = on_numpy(x, w, norm=norm, eps=eps, offset=1.0, glu=glu)
     check(got, np.asarray(glu(*jnp.split(y, 2, axis=1)) if glu else y))
+
+
+# --- where it is chosen -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Choose kernels as on one Hopper GPU."""
+    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
+    monkeypatch.setattr(dispatch_products, "is_hopper", lambda: True)
+    monkeypatch.setattr(jax, "devices", lambda *_: [None])
+
+
+def test_few_tokens_on_one_hopper_gpu_have_the_kernel(monkeypatch, hopper):
+    def is_chosen(x, w, **options):
+        return (
+            dispatch_products.few_kernel(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16), **options) is not None
+        )
+
+    assert is_chosen((1, 1024), (4096, 1024)) and is_chosen((8, 2880), (5120, 2880), glu=Glu())
+    assert not is_chosen((9, 1024), (4096, 1024)) and not is_chosen((1, 1, 1024), (4096, 1024))  # prompts, training
+    assert not is_chosen((1, 1024), (4096, 1024), out_dtype=jnp.float32)  # a head, whose logits are f32
+    assert not is_chosen((1, 1024), (128, 1024)) and not is_chosen((1, 1028), (4096, 1028))
+    assert not is_chosen((1, 1024), (4096, 1024), glu=Glu("gelu"))
+    monkeypatch.setattr(jax, "devices", lambda *_: [None] * 2)
+    assert not is_chosen((1, 1024), (4096, 1024))
+    monkeypatch.setattr(jax, "devices", lambda *_: [None])
+    monkeypatch.delenv("DOVETAIL_UNMEASURED_KERNELS")
+    assert not is_chosen((1, 1024), (4096, 1024))
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 14336), (2880, 4096)])
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_a_plan_fits_a_multiprocessor(shape, eps):
+    for glu in (None, Glu()):
+        p = dense_few.plan(8, *shape, glu, eps)
+        at_once = -(-p.programs // dense_few.SMS)
+        assert at_once * (4 * sum(p.memory) / 1024 + 1) <= 228
+        assert p.turns * p.programs >= p.units and p.ahead >= min(p.steps, 4)
+        assert p.turns == 1 or p.steps % p.slots == 0
+
+
+@pytest.mark.parametrize("options", [dict(), dict(bias=True, residual=True), dict(norm=True, glu=Glu())])
+@pytest.mark.parametrize("shape", [(1024, 3072), (28672, 1032)])
+def test_the_kernel_lowers_for_a_gpu(shape, options):
+    def abstract(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    (out, size), glu = shape, options.get("glu")
+    shapes = {"bias": (out,), "residual": (3, out), "norm": (size,)}
+    given = {name: abstract(*shapes[name]) for name in options if name != "glu"}
+    static = dict(eps=1e-6) if "norm" in options else {}
+    traced = dense_few.few_product.trace(abstract(3, size), abstract(out, size), glu=glu, **static, **given)
+    assert "dense_few" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_gradients_and_other_platforms_have_the_reference(hopper):
+    x, w, bias = normal(0, 3, 1024), normal(1, 2048, 1024, scale=1 / 32), normal(2, 2048)
+    assert few_product(x, w, bias) is not None
+
+    def run(multiply):
+        return jax.value_and_grad(lambda *given: jnp.sum(multiply(*given).astype(jnp.float32) ** 2), (0, 1, 2))(
+            x, w, bias
+        )
+
+    for got, want in zip(*(jax.tree.leaves(run(f)) for f in (matmul, lambda x, w, b: x @ w.T + b)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_sums_and_norms_are_left_to_products(hopper):
+    ctx = Paged(jnp.zeros((1, 1), int), jnp.ones(1, int), jnp.asarray([0, 1]), jnp.ones(1, int))
+    residual, heads, norm = normal(0, 2, 1024), normal(1, 2, 16, 128), normal(2, 1024)
+    o, q = normal(3, 1024, 16, 128, scale=1 / 45), normal(4, 1, 32, 128, 1024, scale=1 / 32)
+    delta = matmul_to_add(heads, o, dims=2)
+    assert isinstance(delta, Product)
+    x, h = add_rms_norm(ctx, residual, delta, norm, 1e-6, readers={"q": q, "norm": norm})
+    assert isinstance(h, Normed)
+    want = residual + jnp.einsum("tnh,dnh->td", heads, o)
+    np.testing.assert_allclose(*as_f32(x, want), atol=2e-2)
+    y = jnp.einsum("td,pnhd->tpnh", rms_norm(x, norm, 1e-6), q)
+    np.testing.assert_allclose(*as_f32(matmul(h, q), y), atol=2e-2, rtol=2e-2)
+    unknown = SimpleNamespace(shape=(4096, 1024))  # such as a quantised weight
+    assert not isinstance(add_rms_norm(ctx, x, None, norm, 1e-6, readers={"q": q, "k": unknown})[1], Normed)
