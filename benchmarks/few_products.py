@@ -1,10 +1,13 @@
 """Products of bf16 matrices with up to 8 tokens on a GPU: the kernel of ops/kernels/gpu/dense_few.py beside XLA's.
 
-PYTHONPATH=. python benchmarks/few_products.py [--tokens 1 8] [--only 0.6B 8B]
+PYTHONPATH=. python benchmarks/few_products.py [--tokens 1 2 4 8] [--only 0.6B 8B]
 
 Each program multiplies with several matrices of a shape, of more bytes than the L2 cache has, each after the one before
 it. For each shape: the greatest difference of the results as a share of XLA's greatest, then for both the microseconds
 of all kernels of a product, their number, and the share of the card's bandwidth (4.17 TB/s, an H200's copy).
+
+Before that the products and norms of 28 layers of Qwen3-0.6B, with three small kernels for each attention: microseconds per
+layer, by the clock, and the kernels of a layer.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from jax import lax
 
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu.dense_few import few_product, plan
+from dovetail.ops.kernels.gpu.mosaic.norm import add_rms_norm
 from dovetail.ops.norm import rms_norm
 
 RATE = 4.17e12
@@ -168,10 +172,92 @@ def measure(shape: Shape, tokens: int, ours: Any, xla: Any, given: tuple) -> Non
         )
 
 
+# --- a model's layers --------------------------------------------------------------------------------------------------
+
+LAYERS = 28
+KINDS = ("xla", "products", "with norms", "read ahead")
+WEIGHTS = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
+
+
+def layers(kind: str) -> Callable:
+    """Return all layers: by XLA's products, or ours alone, with norms and sums, or reading ahead as well."""
+
+    def times(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+        if kind != "xla":
+            return few_product(x, w, **options)
+        return Glu()(*jnp.split(x @ w.T, 2, axis=1)) if options else x @ w.T
+
+    def apart(x: jax.Array, pending: Any, w: dict, norm: jax.Array) -> tuple:
+        x, h = add_rms_norm(x, pending, norm, EPS, 0.0)
+        x, h = add_rms_norm(x, times(attention(times(h, w["qkv"])), w["o"]), norm, EPS, 0.0)
+        return x, times(times(h, w["gate_up"], glu=Glu()), w["down"])
+
+    def together(x: jax.Array, _: Any, w: dict, norm: jax.Array) -> tuple:
+        soon = (w["o"], w["gate_up"], w["down"]) if kind == "read ahead" else ()
+        options = dict(norm=norm, eps=EPS)
+        heads = attention(few_product(x, w["qkv"], soon=soon, **options))
+        x = few_product(heads, w["o"], residual=x)
+        hidden = few_product(x, w["gate_up"], glu=Glu(), soon=soon[-1:], **options)
+        return few_product(hidden, w["down"], residual=x), None
+
+    def run(x: jax.Array, ws: list[dict], norm: jax.Array) -> jax.Array:
+        pending = None
+        for w in ws:
+            x, pending = (apart if kind in KINDS[:2] else together)(x, pending, w, norm)
+        return x if pending is None else x + pending
+
+    return run
+
+
+def attention(qkv: jax.Array) -> jax.Array:
+    """Return numbers [T, 2048] after three small kernels."""
+    x = lax.optimization_barrier(qkv[:, :2048] + qkv[:, 2048:])
+    return lax.optimization_barrier(lax.optimization_barrier(x * 0.75) + 0.25)
+
+
+def compiled_layers(kind: str, given: tuple) -> Any:
+    try:
+        return jax.jit(layers(kind)).lower(*given).compile()
+    except Exception:
+        return traceback.format_exc(limit=-2)
+
+
+def measure_layers(tokens: int, programs: dict[str, Any], given: tuple) -> None:
+    """Print a line for each program."""
+    want = None
+    for kind, run in programs.items():
+        try:
+            got = run(*given)
+            want = got if want is None else want
+            best = np.inf
+            for _ in range(5):
+                start = time.perf_counter()
+                jax.block_until_ready([run(*given) for _ in range(8)])
+                best = min(best, (time.perf_counter() - start) / 8)
+            us, kernels = profiled(run, given)
+            print(
+                f"layers of 0.6B, {tokens} tokens, {kind:10}: {best / LAYERS * 1e6:6.2f} us a layer, of which kernels "
+                f"{us:6.2f} us in {kernels:4.1f}; {far([got], [want]):.1e}",
+                flush=True,
+            )
+        except Exception as error:
+            print(f"layers, {kind}: FAILED {run if isinstance(run, str) else error}", flush=True)
+
+
+def given_layers(tokens: int, ws: list) -> tuple:
+    return normal(0, 1.0, tokens, 1024), ws, normal(3, 1.0, 1024)
+
+
+def weights_of_layers() -> list[dict]:
+    """Return the weights of all layers, of which two are from the host."""
+    two = [{name: normal(i, 0.5 * b**-0.5, a, b) for name, (a, b) in WEIGHTS.items()} for i in range(2)]
+    return two + [jax.tree.map(jnp.copy, two[i % 2]) for i in range(LAYERS - 2)]
+
+
 def main() -> None:
     """Compile all programs, then check and measure each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 4, 2])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--only", nargs="+", help="models")
     args = parser.parse_args()
     shapes = [shape for shape in SHAPES if args.only is None or shape.model in args.only]
@@ -184,7 +270,15 @@ def main() -> None:
         for tokens, shape in cases:
             given = abstract(given_of(shape, tokens, weights[shape.out, shape.size]))
             programs.append([pool.submit(compiled, shape, ours, given) for ours in (True, False)])
+        of_layers = weights_of_layers()
+        chains = {
+            tokens: {k: pool.submit(compiled_layers, k, abstract(given_layers(tokens, of_layers))) for k in KINDS}
+            for tokens in args.tokens[:2]
+        }
     print(f"compiled after {time.perf_counter() - begin:.0f} s", flush=True)
+    for tokens, found in chains.items():
+        done = {kind: each.result() for kind, each in found.items()}
+        measure_layers(tokens, done, given_layers(tokens, of_layers))
     for (tokens, shape), both in zip(cases, programs, strict=True):
         ours, xla = (each.result() for each in both)
         measure(shape, tokens, ours, xla, given_of(shape, tokens, weights[shape.out, shape.size]))
