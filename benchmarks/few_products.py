@@ -6,8 +6,8 @@ Each program multiplies with several matrices of a shape, of more bytes than the
 it. For each shape: the greatest difference of the results as a share of XLA's greatest, then for both the microseconds
 of all kernels of a product, their number, and the share of the card's bandwidth (4.17 TB/s, an H200's copy).
 
-Before that the products and norms of 28 layers of Qwen3-0.6B, with three small kernels for each attention: microseconds per
-layer, by the clock, and the kernels of a layer.
+Before that the products and norms of 28 layers of Qwen3-0.6B, with three small kernels for each attention:
+microseconds per layer, by the clock, and the kernels of a layer.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def measure(shape: Shape, tokens: int, ours: Any, xla: Any, given: tuple) -> Non
         )
 
 
-# --- a model's layers --------------------------------------------------------------------------------------------------
+# --- a model's layers -------------------------------------------------------------------------------------------------
 
 LAYERS = 28
 KINDS = ("xla", "products", "with norms", "read ahead")

@@ -25,7 +25,7 @@ from jax.extend.mlir.dialects import arith, scf
 from dovetail.core.formats import Format
 from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu import packed_turns
-from dovetail.ops.kernels.gpu.experts import Tiles
+from dovetail.ops.kernels.gpu.experts import Tiles, tile_number
 from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
 from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
@@ -117,7 +117,7 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
     if reads is None:
         run()
     else:
-        pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
+        pl.when(tile_number(table_ref, 3, lax.axis_index("tile")) > 0)(run)
 
 
 def _finish(p: FewPlan, epilogue: Callable, out_ref: Any, partial: Any, target: Any, row: Any, count: Any) -> None:
