@@ -163,7 +163,7 @@ def measure(shape: Shape, tokens: int, ours: Any, xla: Any, given: tuple) -> Non
             for name, (us, kernels) in zip(("ours", "xla"), found, strict=True)
         )
         glu = Glu() if "gated" in shape.kind else None
-        p = plan(tokens, shape.out, shape.size, glu, EPS if "norm" in shape.kind else None)
+        p = plan(tokens, (shape.out, shape.size), glu, EPS if "norm" in shape.kind else None)
         how = f"{p.programs} programs, {p.blocks} blocks, {p.slots} slots"
         print(f"{label}: {difference:.1e} {'' if difference < 0.02 else 'WRONG'} {times}; {how}", flush=True)
     except Exception as error:

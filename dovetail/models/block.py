@@ -48,7 +48,7 @@ class Residual:
         ctx: Context,
         readers: Params | None = None,
         soon: Sequence[Any] = (),
-    ):
+    ) -> tuple[Residual, Any]:
         """Return the stream with everything added to it, and its norm.
 
         If only ops.linear's products with weights of `readers` read the norm, it may be left to them; `soon` are the

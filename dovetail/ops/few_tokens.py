@@ -34,7 +34,7 @@ class Normed:
 
     x: jax.Array  # [T, D]
     weight: jax.Array  # [D]
-    soon: tuple[jax.Array, ...]  # weights of the next products (see ops/kernels/gpu/dense_few.py)
+    soon: tuple[Any, ...]  # arrays, weights of the next products (see ops/kernels/gpu/dense_few.py)
     eps: float = field(metadata={"static": True})
     offset: float = field(metadata={"static": True})
 
@@ -64,7 +64,7 @@ class Product:
     """Hold a product that is to be added to the residual stream."""
 
     x: jax.Array  # [T, in]
-    w: jax.Array  # [D, in]
+    w: Any  # [D, in], an array
     bias: jax.Array | None = None  # [D]
 
     def added_to(self, residual: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def _include_norms(x: jax.Array, readers: Mapping[str, Any]) -> bool:
 
 def few_product(
     x: jax.Array | Normed,
-    w: jax.Array,
+    w: Any,
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,

@@ -24,6 +24,9 @@ from dovetail.ops.kernels.gpu.mosaic.threads import launch
 
 FEW = 8  # tokens
 LEAST = 1 << 20  # values of a matrix: XLA fuses a smaller one with what is beside it
+# Values from which on more than FEW_OF_LARGE tokens are left to XLA, which reads such a matrix at the memory's
+# bandwidth: here each unit reads the tokens again, of 8 half as many bytes as of its rows.
+LARGE, FEW_OF_LARGE = 1 << 26, 4
 SMS = 132  # multiprocessors
 SHARED, OTHER = 226, 2  # KiB of shared memory of a multiprocessor, and of a program beside the steps and sums
 AT_ONCE = 5  # programs of a multiprocessor, at most
@@ -41,6 +44,8 @@ def why_not_few(x: Any, w: Any, glu: Glu | None = None) -> str | None:
     out, size = w.shape
     if out % (2 * ROWS) or size % (LOADED // 2) or size < STEP // 2 or out * size < LEAST:
         return f"a matrix of {out} x {size}"
+    if out * size > LARGE and x.shape[0] > FEW_OF_LARGE:
+        return f"more than {FEW_OF_LARGE} tokens with a large matrix"
     return "exact GELU" if glu and glu.limit is None and glu.kind == "gelu" else None
 
 
@@ -71,7 +76,7 @@ def few_product(
         eps: What the norm adds to the mean of squares.
         offset: What the norm adds to its weight.
     """
-    p = plan(len(x), *w.shape, glu, None if norm is None else eps, offset)
+    p = plan(len(x), w.shape, glu, None if norm is None else eps, offset)
     added = {"bias": bias, "residual": residual, "norm": norm}
     given = {"x": x, "w": w} | {name: a for name, a in added.items() if a is not None}
     p = p._replace(soon=_sizes(soon))
@@ -93,8 +98,11 @@ def _sizes(soon: tuple[jax.Array, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def plan(T: int, out: int, size: int, glu: Glu | None = None, eps: float | None = None, offset: float = 0.0):
-    """Return the best plan of a product with a matrix [out, in]."""
+def plan(
+    T: int, shape: tuple[int, ...], glu: Glu | None = None, eps: float | None = None, offset: float = 0.0
+) -> DensePlan:
+    """Return the best plan of a product with a matrix of this shape."""
+    out, size = shape
     p = DensePlan(T, size, out // 2 if glu else out, 2, 1, 1, glu, eps, offset)
     return max(_candidates(p), key=lambda found: found[0])[1]
 
