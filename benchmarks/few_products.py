@@ -262,9 +262,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes = [shape for shape in SHAPES if args.only is None or shape.model in args.only]
     begin, cases = time.perf_counter(), [*itertools.product(args.tokens, shapes)]
-    weights = {(s.out, s.size): None for s in shapes}
-    for out, size in weights:
-        weights[out, size] = weights_of(Shape("", "", out, size))
+    weights = {(out, size): weights_of(Shape("", "", out, size)) for out, size in {(s.out, s.size) for s in shapes}}
     programs: list[list[Future]] = []
     with ThreadPoolExecutor(14) as pool:  # all before the first is timed: compilers take the host's time
         for tokens, shape in cases:

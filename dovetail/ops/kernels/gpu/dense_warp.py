@@ -23,6 +23,7 @@ PAD = 4  # floats after the rows of a token: a warp's sums are stored in differe
 LOADED = 16  # bytes by a thread at once
 STEP = WARPS * QUAD * LOADED  # bytes of a row by a program at once
 WORDS = LOADED // 4
+CHAINS = 4  # sums of a warp that do not wait for each other
 LINE = 128  # bytes of the L2 cache's lines
 
 
@@ -184,7 +185,7 @@ class DenseWarp:
         """Compute a unit whose first steps are under way, and begin to copy the next one, if there may be one."""
         on, p = self.on, self.p
         output = self._output(unit)
-        sums, squares = [on.constant(0.0)] * 4, on.constant(0.0)
+        sums, squares = [[on.constant(0.0)] * 4 for _ in range(CHAINS)], on.constant(0.0)
         for step in range(p.steps):
             ahead = step + p.ahead
             begun = ahead if next_unit is not None else min(ahead, p.steps)
@@ -197,8 +198,10 @@ class DenseWarp:
             token = parts[p.blocks]
             if p.eps is not None:
                 squares, token = self._scaled(squares, token, parts[-1])
-            sums = self._add(sums, parts[: p.blocks], token)
-        self._hold(held, sums, squares)
+            for i in (0, 2):  # of two words of a row each
+                at = (step * 2 + i // 2) % CHAINS
+                sums[at] = self._add(sums[at], [row[i : i + 2] for row in parts[: p.blocks]], token[i : i + 2])
+        self._hold(held, [functools.reduce(lambda x, y: x + y, each) for each in zip(*sums, strict=True)], squares)
         on.barrier()
         self._finish(held, output)
 
@@ -213,13 +216,10 @@ class DenseWarp:
         return squares, found
 
     def _add(self, sums: list, rows: list, token: list) -> list:
-        """Add the products of a step: in each, a thread has two words of a row."""
-        on = self.on
-        zero = on.thread * 0
-        for i in (0, 2):
-            low, high = rows[0][i : i + 2], rows[1][i : i + 2] if len(rows) > 1 else [zero, zero]
-            sums = on.multiply(sums, [low[0], high[0], low[1], high[1]], token[i : i + 2], "bf16")
-        return sums
+        """Add a product with two words of each row."""
+        zero = self.on.thread * 0
+        low, high = rows[0], rows[1] if len(rows) > 1 else [zero, zero]
+        return self.on.multiply(sums, [low[0], high[0], low[1], high[1]], token, "bf16")
 
     def _hold(self, held: Any, sums: list, squares: Any) -> None:
         """Store a warp's sums, and the squares of its part of a token after them."""
