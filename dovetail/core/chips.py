@@ -20,7 +20,7 @@ from dovetail.core.errors import UserError
 GIB = 2**30
 TERA = 1e12
 GIGA = 1e9
-LOGITS_BYTES = 1 << 30  # of the logits that a device other than a CPU holds at a time while it takes the loss
+LOGITS_BYTES = 5 << 28  # of the logits that a device other than a CPU holds at a time while it takes the loss
 
 
 @dataclass(frozen=True)

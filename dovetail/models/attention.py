@@ -130,9 +130,9 @@ class Attention:
             return rms_norm(x.reshape(*x.shape[:-2], -1), weight, eps, offset).reshape(x.shape)
         return rms_norm(x, weight, eps, offset)
 
-    def merge(self, p: Params, x: jax.Array) -> jax.Array:
+    def merge(self, p: Params, x: jax.Array, multiply: Callable = matmul) -> jax.Array:
         """Map the heads' outputs [..., N, H] to [..., D]."""
-        return matmul(x, p["o"], p.get("o_bias"), dims=2)
+        return multiply(x, p["o"], p.get("o_bias"), dims=2)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D mode
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from dovetail.core.mesh import constrain
 from dovetail.core.types import Context, Packed, Paged, Params
 from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.ops.adapter import of_rows
-from dovetail.ops.linear import gated, matmul
+from dovetail.ops.few_tokens import Product, add_rms_norm
+from dovetail.ops.linear import gated, matmul, matmul_to_add
 from dovetail.ops.moe import RouterStats, experts, route, route_step, router_stats
-from dovetail.ops.norm import add_rms_norm, rms_norm
+from dovetail.ops.norm import rms_norm
 from dovetail.ops.router import router_logits
 
 Table = tuple[jax.Array, jax.Array] | tuple[()]  # cos and sin of a Rope; nothing for a layer without
@@ -36,13 +38,25 @@ class Residual:
     """
 
     x: jax.Array  # [..., D]
-    pending: jax.Array | None = None  # yet to be added
+    pending: jax.Array | Product | None = None  # yet to be added
 
-    def add_and_norm(self, delta: jax.Array | None, weight: jax.Array | None, cfg: ModelConfig, ctx: Context):
-        """Return the stream with everything added to it, and its norm."""
+    def add_and_norm(
+        self,
+        delta: jax.Array | Product | None,
+        weight: jax.Array | None,
+        cfg: ModelConfig,
+        ctx: Context,
+        readers: Params | None = None,
+        soon: Sequence[Any] = (),
+    ) -> tuple[Residual, Any]:
+        """Return the stream with everything added to it, and its norm.
+
+        If only ops.linear's products with weights of `readers` read the norm, it may be left to them; `soon` are the
+        weights of the products after them, which a kernel may read ahead of time.
+        """
         assert self.pending is None or delta is None
         pending = self.pending if delta is None else delta
-        x, h = add_rms_norm(ctx, self.x, pending, weight, cfg.norm_eps, cfg.norm_offset)
+        x, h = add_rms_norm(ctx, self.x, pending, weight, cfg.norm_eps, cfg.norm_offset, readers, soon)
         return Residual(by_token(ctx, x)), h
 
 
@@ -75,14 +89,18 @@ def block(
     Returns:
         The stream after this layer, the layer's cache, and the statistics of its router.
     """
-    stream, h = stream.add_and_norm(None, p.get("attn_norm"), cfg, ctx)
+    mlp = p["mlp"] if layer.moe is None else {}
+    soon = [p["attn"]["o"], *(mlp[name] for name in mlp if name != "down"), *([mlp["down"]] if mlp else [])]
+    stream, h = stream.add_and_norm(None, p.get("attn_norm"), cfg, ctx, p["attn"], soon)
     h, entry = layer.attn(p["attn"], h, table, ctx, entry, cfg.norm_eps, cfg.norm_offset)
     if rows is not None:
         stream, h, extra = Residual(stream.x[rows]), h[rows], None if extra is None else extra[rows]
         p = of_rows(p, rows)
-    h = _to_add(p.get("attn_post_norm"), cfg, layer.attn.merge(p["attn"], h))
-    stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx)
-    h, stats = feed_forward(p, cfg, layer, stream.x, h, ctx)
+    multiply = _last_product("attn_post_norm" in p, cfg, ctx)
+    h = _to_add(p.get("attn_post_norm"), cfg, layer.attn.merge(p["attn"], h, multiply))
+    stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx, mlp, soon[-1:])
+    multiply = _last_product("mlp_post_norm" in p, cfg, ctx)
+    h, stats = feed_forward(p, cfg, layer, stream.x, h, ctx, multiply)
     h = _to_add(p.get("mlp_post_norm"), cfg, h)
     if isinstance(ctx, Paged) and extra is None and "scalar" not in p:
         return Residual(stream.x, h), entry, stats
@@ -93,20 +111,28 @@ def block(
     return Residual(by_token(ctx, x * p["scalar"] if "scalar" in p else x)), entry, stats
 
 
-def feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context):
-    """Run the feed-forward half on h, the norm of x."""
+def _last_product(is_normed: bool, cfg: ModelConfig, ctx: Context) -> Callable:
+    """Return how half of a block computes its last product, which may be normed before it is added to the stream."""
+    is_added = isinstance(ctx, Paged) and not is_normed and cfg.residual_scale == 1.0
+    return matmul_to_add if is_added else matmul
+
+
+def feed_forward(
+    p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: Any, ctx: Context, multiply: Callable = matmul
+):
+    """Run the feed-forward half on h, the norm of x; `multiply` computes the last product of a plain one."""
     if layer.mlp is None:
         assert layer.moe is not None
         return _moe(p["moe"], cfg, layer.moe, h, h, ctx)
     if layer.moe is None:
-        return _mlp(p["mlp"], layer.mlp, h), None
+        return _mlp(p["mlp"], layer.mlp, h, multiply), None
     dense = norm(p["mlp_out_norm"], cfg, _mlp(p["mlp"], layer.mlp, h))
     sparse, stats = _moe(p["moe"], cfg, layer.moe, norm(p["moe_norm"], cfg, x), x, ctx)
     return dense + norm(p["moe_post_norm"], cfg, sparse), stats
 
 
-def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
-    return matmul(gated(x, p, mlp.projections, mlp.glu), p["down"], p.get("down_bias"))
+def _mlp(p: Params, mlp: Mlp, x: jax.Array, multiply: Callable = matmul) -> jax.Array:
+    return multiply(gated(x, p, mlp.projections, mlp.glu), p["down"], p.get("down_bias"))
 
 
 def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context):

@@ -90,9 +90,9 @@ class Latent:
         latent = rms_norm(matmul(x, p["q_a"], p.get("q_a_bias")), p["q_a_norm"], self.norm_eps)
         return matmul(latent, p["q_b"])
 
-    def merge(self, p: Params, x: jax.Array) -> jax.Array:
+    def merge(self, p: Params, x: jax.Array, multiply: Callable = matmul) -> jax.Array:
         """Map the heads' outputs [..., N, V] to [..., D]."""
-        return matmul(x, p["o"], p.get("o_bias"), dims=2)
+        return multiply(x, p["o"], p.get("o_bias"), dims=2)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 

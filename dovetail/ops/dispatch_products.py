@@ -70,6 +70,22 @@ def product_kernel(name: str) -> Callable:
     return kernel
 
 
+def few_kernel(x: Any, w: Any, glu: Any = None, out_dtype: Any = None) -> Callable | None:
+    """Return the kernel of x [T, in] times w [out, in] for few tokens on one Hopper GPU; None for XLA's product.
+
+    It is called with x, w and a bias [out] or None; with `glu` (ops.glu.Glu), w is gate and then up. Neither x nor w
+    says on which devices it is: the kernel is chosen where there is one.
+    """
+    if not tries_unmeasured() or len(jax.devices()) > 1 or not is_hopper():
+        return None
+    from dovetail.ops.kernels.gpu.dense_few import few_product, why_not_few
+
+    if why_not_few(x, w, glu) or out_dtype not in (None, x.dtype):
+        return None
+    log_once("products of few tokens", "mosaic")
+    return functools.partial(few_product, glu=glu)
+
+
 def choose_grouped(platform: str | None, rows: Any, w: Any) -> str:
     """Return the product of rows [M, in], in groups, with w [E, out, in]: 'mosaic' (Hopper), 'triton' or 'xla'.
 

@@ -16,12 +16,16 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from dovetail.ops.dispatch_products import choose_product, grouped_each_kernel, grouped_kernel, product_kernel
+from dovetail.ops.dispatch_products import (
+    choose_product,
+    grouped_each_kernel,
+    grouped_kernel,
+    product_kernel,
+)
+from dovetail.ops.few_tokens import ARRAYS, Normed, Product, few_product, product_to_add
 
-ARRAYS = (jax.Array, np.ndarray)
 PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out
 # rows [M, in] in groups, weights [E, out, in]: no transpose is made
 _PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -64,18 +68,35 @@ class Table(Weight, Protocol):
         ...
 
 
-def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
-    """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out]."""
+def matmul(x: Any, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
+    """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out].
+
+    x may be a norm that is left to its products (ops.few_tokens.Normed).
+    """
     if not isinstance(w, ARRAYS):
-        y = cast(Weight, w).matmul(x, dims, out_dtype)
+        y = cast(Weight, w).matmul(_as_array(x), dims, out_dtype)
         return y if bias is None else y + bias.astype(y.dtype)
     # as matrices: XLA's CPU backend copies a weight of three dims, transposed, at every call
     out, size = w.shape[: w.ndim - dims], math.prod(w.shape[w.ndim - dims :])
-    rows = x.reshape(*x.shape[: x.ndim - dims], size)
-    y = _product(rows, w.reshape(-1, size), out_dtype)
+    rows = x if isinstance(x, Normed) else x.reshape(*x.shape[: x.ndim - dims], size)
+    matrix = w.reshape(-1, size)
+    y = few_product(rows, matrix, None if bias is None else bias.reshape(-1), out_dtype=out_dtype)
+    if y is not None:
+        return y.reshape(*rows.shape[:-1], *out)
+    y = _product(_as_array(rows), matrix, out_dtype)
     # as a vector, which cuBLAS adds itself: XLA would write out one of two dims for every row
     y = y if bias is None else y + bias.reshape(-1).astype(y.dtype)
     return y.reshape(*rows.shape[:-1], *out)
+
+
+def matmul_to_add(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1) -> jax.Array | Product:
+    """Multiply as `matmul`; the product may be left to its addition to an array, the only use of it then."""
+    product = product_to_add(x, w, bias, dims)
+    return matmul(x, w, bias, dims=dims) if product is None else product
+
+
+def _as_array(x: Any) -> jax.Array:
+    return x.array() if isinstance(x, Normed) else x
 
 
 def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
@@ -172,10 +193,22 @@ def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> lis
 
 def gated(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int], glu: Any) -> jax.Array:
     """Return glu(gate, up), of the products of x with the weights of p with these names (ops.glu.Glu)."""
-    joined = joined_name(names)
-    in_one = getattr(p[joined], "gated", None) if is_joined(p, names) and f"{joined}_bias" not in p else None
-    y = in_one(x, glu) if in_one else None
+    y = _gated_in_one(x, p, names, glu)
     return glu(*matmuls(x, p, names)) if y is None else y
+
+
+def _gated_in_one(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int], glu: Any) -> jax.Array | None:
+    """Return what `gated` does if one kernel can, else None."""
+    joined = joined_name(names)
+    if not is_joined(p, names):
+        return None
+    w, bias = p[joined], p.get(f"{joined}_bias")
+    if not isinstance(w, ARRAYS):
+        in_one = getattr(w, "gated", None) if bias is None else None
+        return in_one(_as_array(x), glu) if in_one else None
+    matrix = w.reshape(-1, w.shape[-1])
+    # in several parts, each has its share of gate and of up
+    return few_product(x, matrix, None if bias is None else bias.reshape(-1), glu=glu) if len(w) == 1 else None
 
 
 def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.mosaic.routing import Sizes, arrangement
 
 FEW = 512  # tokens of a step, at most: with more, grouped products are as fast (benchmarks/experts.py)
@@ -73,7 +74,7 @@ class Tiles(NamedTuple):
     """Describe the tiles of tokens."""
 
     x: jax.Array  # [.., D], the tokens as the first product reads them
-    table: jax.Array  # [4, I] int32: expert, first row read, first row written, tokens (0: the tile is unused)
+    table: jax.Array  # [4, I] int32: expert, first row read, first row written, tokens (0: unused); see `tile_number`
     row: jax.Array  # [T, k] int32: the rows written for a token
     N: int
     R: int  # rows written
@@ -93,8 +94,17 @@ def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
         is_used = jnp.any(flat[:, None] == expert, axis=0)
     first = jnp.arange(len(expert), dtype=jnp.int32) * CHUNK
     table = jnp.stack([expert, jnp.zeros_like(first), first, jnp.where(is_used, T, 0)])
+    if T == 1 and tries_unmeasured():  # the rest is known: a kernel less, and the first thing that others wait for
+        table = expert[None]
     row = tile.reshape(T, k) * CHUNK + jnp.arange(T, dtype=jnp.int32)[:, None]
     return Tiles(x, table, row, CHUNK, len(expert) * CHUNK)
+
+
+def tile_number(table_ref: Any, which: int, tile: Any) -> Any:
+    """Return a number of the table; that of a single token has only experts."""
+    if table_ref.shape[0] > 1:
+        return table_ref[which, tile]
+    return (table_ref[0, tile], tile * 0, tile * CHUNK, tile * 0 + 1)[which]
 
 
 def sorted_tokens(x: jax.Array, chosen: jax.Array, E: int, most: int = MAX_TOKENS, slack: float = SLACK) -> Tiles:
@@ -185,7 +195,7 @@ def product(
             plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=parts),
         )
-        pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
+        pl.when(tile_number(table_ref, 3, lax.axis_index("tile")) > 0)(run)
 
     # the default in jax 0.12, and not in 0.10
     semantics = plgpu.LoweringSemantics.Warpgroup
@@ -217,7 +227,7 @@ def _program(
 ) -> None:  # fmt: skip
     """Compute the rows of some blocks for one tile."""
     tile, block = lax.axis_index("tile"), lax.axis_index("block")
-    expert, source, target, count = (table_ref[i, tile] for i in (0, reads, 2, 3))
+    expert, source, target, count = (tile_number(table_ref, i, tile) for i in (0, reads, 2, 3))
     source, target = pl.multiple_of(source, CHUNK), pl.multiple_of(target, CHUNK)
     rows = [pl.ds((block * blocks + i) * ROWS, ROWS) for i in range(blocks)]
     parts = [(i, each) for each in rows for i in range(len(weights))]

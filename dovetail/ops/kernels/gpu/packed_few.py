@@ -24,8 +24,13 @@ from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
 from dovetail.ops.capabilities import tries_unmeasured
+<<<<<<< HEAD
 from dovetail.ops.kernels.gpu import packed_integer, packed_turns
 from dovetail.ops.kernels.gpu.experts import Tiles
+=======
+from dovetail.ops.kernels.gpu import packed_turns
+from dovetail.ops.kernels.gpu.experts import Tiles, tile_number
+>>>>>>> bf16few
 from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
 from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
@@ -141,7 +146,7 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
     if reads is None or (p.in_integers and T == 1):  # the experts of one token are distinct: all tiles are in use
         run()
     else:
-        pl.when(table_ref[3, lax.axis_index("tile")] > 0)(run)
+        pl.when(tile_number(table_ref, 3, lax.axis_index("tile")) > 0)(run)
 
 
 def _finish(p: FewPlan, epilogue: Callable, out_ref: Any, partial: Any, target: Any, row: Any, count: Any) -> None:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.kernels.gpu.experts import Tiles
+from dovetail.ops.kernels.gpu.experts import Tiles, tile_number
 from dovetail.ops.kernels.gpu.packed_persistent import FewMemory, PersistentWarp
 from dovetail.ops.kernels.gpu.packed_shared import ring_words, scale_words, share, suits, token_words
 from dovetail.ops.kernels.gpu.packed_warp import FewPlan
@@ -78,7 +78,7 @@ def tile_of(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
     """Return a tile's expert, first row read, first row written, and tokens."""
     if reads is None:  # known at trace time: the kernel need not load the table first
         return tuple(jnp.int32(n) for n in (0, 0, 0, T))
-    return tuple(table_ref[i, tile] for i in (0, reads, 2, 3))
+    return tuple(tile_number(table_ref, i, tile) for i in (0, reads, 2, 3))
 
 
 def program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref: Any, x_ref: Any, inputs: dict) -> None:
