@@ -24,13 +24,8 @@ from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
 from dovetail.ops.capabilities import tries_unmeasured
-<<<<<<< HEAD
 from dovetail.ops.kernels.gpu import packed_integer, packed_turns
-from dovetail.ops.kernels.gpu.experts import Tiles
-=======
-from dovetail.ops.kernels.gpu import packed_turns
 from dovetail.ops.kernels.gpu.experts import Tiles, tile_number
->>>>>>> bf16few
 from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
 from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
@@ -47,7 +42,7 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
-    if tries_unmeasured() and (found := _in_integers(p, programs, tiles) or _in_turn(p, tiles)):
+    if tries_unmeasured() and (found := _in_integers(p, programs, tiles)):
         return found
     if names > 1 and tiles.table.shape[1] > 1 and tries_unmeasured():
         p = p._replace(tiles_first=True)  # those without tokens lie among others, and all tiles read the same tokens

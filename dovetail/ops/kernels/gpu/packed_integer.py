@@ -126,8 +126,12 @@ class IntegerWarp(Warp):
             place = times(arith.remui(thread(), c(chunk_bytes(p) // 16)), 16)
             zeros = arith.addi(place, c(p.tokens * PARTS * column_bytes(p)))
             store_shared(self.words, zeros, [c(0)] * 4)
-        rounds = pl.cdiv(units(p), p.threads)
-        repeat(self.count, lambda token: [self.unit(token, n) for n in range(rounds)] and None)
+
+        def round_off(token: Any) -> None:
+            for number in range(pl.cdiv(units(p), p.threads)):
+                self.unit(token, number)
+
+        repeat(self.count, round_off)
         barrier(p.threads)
 
     def unit(self, token: Any, number: int) -> None:
@@ -175,9 +179,9 @@ class IntegerWarp(Warp):
             found.append(bits_of(fma(float_of(arith.andi(word, c(0xFFFF0000))), factor, begin)))
         high, low = [], []
         for own in (found[::2], found[1::2]) if self.p.form.name == "int4" else (found[:4], found[4:]):
-            both = [permuted(own[i], own[i + 1], c(0x5140)) for i in (0, 2)]
-            high.append(permuted(*both, c(0x7632)))
-            low.append(arith.xori(permuted(*both, c(0x5410)), c(0x80808080)))
+            first, second = (permuted(own[i], own[i + 1], c(0x5140)) for i in (0, 2))
+            high.append(permuted(first, second, c(0x7632)))
+            low.append(arith.xori(permuted(first, second, c(0x5410)), c(0x80808080)))
         return [high, low]
 
     def tokens(self, step: Any, known: int | None = None) -> list:
@@ -220,7 +224,7 @@ class IntegerWarp(Warp):
             return [flipped(x, c(0x88888888), self.kept) for x in (arith.shli(word, c(4)), word)]
         own = arith.xori(word, c(0x88888888)) if sign else word
         # a code with its highest bit set gives the sign of a byte of the table eight times: 0
-        return [permuted(*self.table, x) for x in (own, arith.shrui(own, c(16)))]
+        return [permuted(self.table[0], self.table[1], x) for x in (own, arith.shrui(own, c(16)))]
 
     def scale_of(self, scale: Any) -> Any:
         """Return a group's scale in f32; one of 2^-127 gives 0."""
