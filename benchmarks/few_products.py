@@ -175,12 +175,12 @@ def measure(shape: Shape, tokens: int, ours: Any, xla: Any, given: tuple) -> Non
 # --- a model's layers -------------------------------------------------------------------------------------------------
 
 LAYERS = 28
-KINDS = ("xla", "products", "with norms", "read ahead")
+KINDS = ("xla", "products", "with norms")
 WEIGHTS = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 
 
 def layers(kind: str) -> Callable:
-    """Return all layers: by XLA's products, or ours alone, with norms and sums, or reading ahead as well."""
+    """Return all layers: by XLA's products, or ours alone, or with norms and sums."""
 
     def times(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
         if kind != "xla":
@@ -193,11 +193,10 @@ def layers(kind: str) -> Callable:
         return x, times(times(h, w["gate_up"], glu=Glu()), w["down"])
 
     def together(x: jax.Array, _: Any, w: dict, norm: jax.Array) -> tuple:
-        soon = (w["o"], w["gate_up"], w["down"]) if kind == "read ahead" else ()
         options = dict(norm=norm, eps=EPS)
-        heads = attention(few_product(x, w["qkv"], soon=soon, **options))
+        heads = attention(few_product(x, w["qkv"], **options))
         x = few_product(heads, w["o"], residual=x)
-        hidden = few_product(x, w["gate_up"], glu=Glu(), soon=soon[-1:], **options)
+        hidden = few_product(x, w["gate_up"], glu=Glu(), **options)
         return few_product(hidden, w["down"], residual=x), None
 
     def run(x: jax.Array, ws: list[dict], norm: jax.Array) -> jax.Array:

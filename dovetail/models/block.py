@@ -8,7 +8,7 @@ Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D mode
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +47,14 @@ class Residual:
         cfg: ModelConfig,
         ctx: Context,
         readers: Params | None = None,
-        soon: Sequence[Any] = (),
     ) -> tuple[Residual, Any]:
         """Return the stream with everything added to it, and its norm.
 
-        If only ops.linear's products with weights of `readers` read the norm, it may be left to them; `soon` are the
-        weights of the products after them, which a kernel may read ahead of time.
+        If only ops.linear's products with weights of `readers` read the norm, it may be left to them.
         """
         assert self.pending is None or delta is None
         pending = self.pending if delta is None else delta
-        x, h = add_rms_norm(ctx, self.x, pending, weight, cfg.norm_eps, cfg.norm_offset, readers, soon)
+        x, h = add_rms_norm(ctx, self.x, pending, weight, cfg.norm_eps, cfg.norm_offset, readers)
         return Residual(by_token(ctx, x)), h
 
 
@@ -89,16 +87,14 @@ def block(
     Returns:
         The stream after this layer, the layer's cache, and the statistics of its router.
     """
-    mlp = p["mlp"] if layer.moe is None else {}
-    soon = [p["attn"]["o"], *(mlp[name] for name in mlp if name != "down"), *([mlp["down"]] if mlp else [])]
-    stream, h = stream.add_and_norm(None, p.get("attn_norm"), cfg, ctx, p["attn"], soon)
+    stream, h = stream.add_and_norm(None, p.get("attn_norm"), cfg, ctx, readers=p["attn"])
     h, entry = layer.attn(p["attn"], h, table, ctx, entry, cfg.norm_eps, cfg.norm_offset)
     if rows is not None:
         stream, h, extra = Residual(stream.x[rows]), h[rows], None if extra is None else extra[rows]
         p = of_rows(p, rows)
     multiply = _last_product("attn_post_norm" in p, cfg, ctx)
     h = _to_add(p.get("attn_post_norm"), cfg, layer.attn.merge(p["attn"], h, multiply))
-    stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx, mlp, soon[-1:])
+    stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx, readers=p["mlp"] if layer.moe is None else None)
     multiply = _last_product("mlp_post_norm" in p, cfg, ctx)
     h, stats = feed_forward(p, cfg, layer, stream.x, h, ctx, multiply)
     h = _to_add(p.get("mlp_post_norm"), cfg, h)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,6 @@ class Normed:
 
     x: jax.Array  # [T, D]
     weight: jax.Array  # [D]
-    soon: tuple[Any, ...]  # arrays, weights of the next products (see ops/kernels/gpu/dense_few.py)
     eps: float = field(metadata={"static": True})
     offset: float = field(metadata={"static": True})
 
@@ -95,16 +94,12 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
     readers: Mapping[str, Any] | None = None,
-    soon: Sequence[Any] = (),
 ) -> tuple[jax.Array, jax.Array | Normed]:
-    """Return what ops.norm.add_rms_norm does, from a product too.
-
-    If only products with the weights `readers` read the norm, it may be a Normed. `soon` are the weights after them.
-    """
+    """Return what ops.norm.add_rms_norm does, from a product too; if only products with `readers` read it, a Normed."""
     if isinstance(delta, Product):
         x, delta = delta.added_to(x), None
     if delta is None and weight is not None and readers and isinstance(ctx, Paged) and _include_norms(x, readers):
-        return x, Normed(x, weight, tuple(w for w in soon if isinstance(w, ARRAYS)), eps, offset)
+        return x, Normed(x, weight, eps, offset)
     return norms.add_rms_norm(ctx, x, delta, weight, eps, offset)
 
 
@@ -131,18 +126,18 @@ def few_product(
     kernel = few_kernel(x, w, glu, out_dtype)
     if kernel is None:
         return None
-    tokens, norm, soon, static = x, None, (), {}
+    tokens, norm, static = x, None, {}
     if isinstance(x, Normed):
-        tokens, norm, soon, static = x.x, x.weight, x.soon, dict(eps=x.eps, offset=x.offset)
+        tokens, norm, static = x.x, x.weight, dict(eps=x.eps, offset=x.offset)
 
-    def ours(x: jax.Array, w: jax.Array, bias: Any, residual: Any, norm: Any, soon: tuple) -> jax.Array:
-        return kernel(x, w, bias, residual=residual, norm=norm, soon=soon, **static)
+    def ours(x: jax.Array, w: jax.Array, bias: Any, residual: Any, norm: Any) -> jax.Array:
+        return kernel(x, w, bias, residual=residual, norm=norm, **static)
 
     reference = functools.partial(_reference, glu, static)
-    return _on_cuda(ours, reference)(tokens, w, bias, residual, norm, soon)
+    return _on_cuda(ours, reference)(tokens, w, bias, residual, norm)
 
 
-def _reference(glu: Any, static: dict, x: Any, w: Any, bias: Any, residual: Any, norm: Any, _soon: tuple) -> jax.Array:
+def _reference(glu: Any, static: dict, x: Any, w: Any, bias: Any, residual: Any, norm: Any) -> jax.Array:
     """Return what the kernel does."""
     y = (x if norm is None else norms.rms_norm(x, norm, **static)) @ w.T
     y = y if bias is None else y + bias.astype(y.dtype)

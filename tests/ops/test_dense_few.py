@@ -46,13 +46,6 @@ class Ops(decode_warps.Warps):
         )
         super().store_all(ref, index, values, where)
 
-    def fetch(self, ref, first, size, when):
-        assert (self.full(first) % 16 == 0).all() and (self.full(size) % 16 == 0).all() and (self.full(size) >= 0).all()
-        assert (self.full(first) + size <= ref.nbytes).all()
-        self.fetched.append(np.sum(self.full(size), where=self.full(when)))
-
-    fetched: ClassVar[list] = []
-
     def barrier(self):
         self.shared[1].owner[:] = -1  # of the sums; a thread copies to its own places of the other part
 
@@ -120,15 +113,6 @@ def test_warps_multiply_tokens(monkeypatch, on_numpy, name):
     x32, w32, bias32, residual32 = as_f32(x, w, bias := normal(2, out), residual := normal(3, T, out))
     check(on_numpy(x, w), x32 @ w32.T)
     check(on_numpy(x, w, bias, residual=residual), x32 @ w32.T + bias32 + residual32)
-
-
-def test_programs_share_what_is_read_ahead(monkeypatch, on_numpy):
-    monkeypatch.setattr(dense_few, "plan", lambda *_: a_plan(1, 112, 256))
-    monkeypatch.setattr(dense_few, "SOON", 20000)
-    monkeypatch.setattr(Ops, "fetched", found := [])
-    x, w, soon = normal(0, 1, 256), normal(1, 112, 256, scale=1 / 16), (normal(2, 64, 128), normal(3, 8, 300))
-    check(on_numpy(x, w, soon=(*soon, normal(4, 1024))), as_f32(x)[0] @ as_f32(w)[0].T)
-    assert found == [64 * 256, 20000 - 64 * 256]  # all of the first, a part of the second, none of the third
 
 
 @pytest.mark.parametrize("glu", [Glu(), Glu("gelu_tanh"), Glu(limit=1.0)])

@@ -30,7 +30,6 @@ LARGE, FEW_OF_LARGE = 1 << 26, 4
 SMS = 132  # multiprocessors
 SHARED, OTHER = 226, 2  # KiB of shared memory of a multiprocessor, and of a program beside the steps and sums
 AT_ONCE = 5  # programs of a multiprocessor, at most
-SOON = 24 << 20  # bytes of what is used soon: half of the L2 cache
 UNDER_WAY = 64 * 1024  # bytes that a multiprocessor waits for: 4.17 TB/s for 2 us
 ALONE, IN_TURN = 0.97, 0.97  # quality of one program on a multiprocessor, and of programs that compute several units
 
@@ -57,7 +56,6 @@ def few_product(
     *,
     residual: jax.Array | None = None,
     norm: jax.Array | None = None,
-    soon: tuple[jax.Array, ...] = (),
     glu: Glu | None = None,
     eps: float | None = None,
     offset: float = 0.0,
@@ -70,8 +68,6 @@ def few_product(
         bias: [out], added to the products.
         residual: [T, out], added to the result.
         norm: [in], the weight of an RMS norm of x, with `eps` and `offset` as in ops.norm.rms_norm.
-        soon: The weights of the next products: the kernel begins to read them into the L2 cache, as many as that holds
-            beside others. Kernels of attention in between leave the memory idle.
         glu: The gated unit to apply: -> [T, out / 2].
         eps: What the norm adds to the mean of squares.
         offset: What the norm adds to its weight.
@@ -79,23 +75,9 @@ def few_product(
     p = plan(len(x), w.shape, glu, None if norm is None else eps, offset)
     added = {"bias": bias, "residual": residual, "norm": norm}
     given = {"x": x, "w": w} | {name: a for name, a in added.items() if a is not None}
-    p = p._replace(soon=_sizes(soon))
-    given |= {f"soon{i}": a for i, a in enumerate(soon[: len(p.soon)])}
     program = functools.partial(multiply, names=(*given, "out", "ring", "held"), p=p)
     out = [jax.ShapeDtypeStruct((len(x), p.out), x.dtype)]
     return launch("dense_few", program, [*given.values()], out, p.programs, p.memory, on=DenseOps())[0]
-
-
-def _sizes(soon: tuple[jax.Array, ...]) -> tuple[int, ...]:
-    """Return the bytes to read of each array, of the first ones, until the cache has no room."""
-    found, left = [], SOON
-    for array in soon:
-        size = min(left, array.size * array.dtype.itemsize) // LOADED * LOADED
-        if size == 0:
-            break
-        found.append(size)
-        left -= size
-    return tuple(found)
 
 
 def plan(

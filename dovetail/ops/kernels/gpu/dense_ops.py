@@ -39,12 +39,6 @@ class DenseOps(Warps):
             Number(llvm.inline_asm(int32(), [pointer], "ld.global.nc.b32 $0, [$1];", "=r,l", has_side_effects=True))
         ]
 
-    def fetch(self, ref: Any, first: Number, size: Number, when: Number) -> None:
-        """Begin to read `size` bytes from byte `first` on into the L2 cache, if `when`; both are multiples of 16."""
-        text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$0], $1; }"
-        pointer = self.pointer(ref, first * 0, 0, first)
-        self._do(text, "l,r,r", pointer, size.value, arith.extui(int32(), when.value))
-
     def minimum(self, x: Number, y: Number) -> Number:
         """Return the lesser one."""
         return self._asm("min.f32 $0, $1, $2;", "=f,f,f", ir.F32Type.get(), x, y)

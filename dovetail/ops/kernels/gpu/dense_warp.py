@@ -24,7 +24,6 @@ LOADED = 16  # bytes by a thread at once
 STEP = WARPS * QUAD * LOADED  # bytes of a row by a program at once
 WORDS = LOADED // 4
 CHAINS = 4  # sums of a warp that do not wait for each other
-LINE = 128  # bytes of the L2 cache's lines
 
 
 class DensePlan(NamedTuple):
@@ -39,7 +38,6 @@ class DensePlan(NamedTuple):
     glu: Glu | None = None  # of gate and up, the halves of the weight
     eps: float | None = None  # of the tokens' RMS norm, if the product includes it
     offset: float = 0.0  # of the norm's weight
-    soon: tuple[int, ...] = ()  # bytes of other arrays that are to be in the L2 cache
 
     @property
     def width(self) -> int:
@@ -117,7 +115,6 @@ def multiply(on: Any, program: Any, *refs: Any, names: tuple[str, ...], p: Dense
     warp = DenseWarp(on, dict(zip(names, refs, strict=True)), p)
     for step in range(p.ahead):
         warp.copy(program, step)
-    warp.fetch(program)
     if p.turns == 1:
         return warp.unit(program, program * 0, None)
 
@@ -154,15 +151,6 @@ class DenseWarp:
                 pointer, first = self.on.pointer(self.refs[name], row, p.width, place), 0
             self.on.copy_words(self.refs["ring"], self._slot(step, part), pointer, first, name != "w", when)
         self.on.end_copies()
-
-    def fetch(self, program: Any) -> None:
-        """Begin to read the program's share of what is used soon into the L2 cache."""
-        on, p = self.on, self.p
-        for i, size in enumerate(p.soon):
-            share = math.ceil(size / p.programs / LINE) * LINE
-            first = on.at_most(program * share, size)
-            count = on.at_most(first * -1 + size, share)
-            on.fetch(self.refs[f"soon{i}"], first, count, (on.thread == 0) & (count > 0))
 
     def _slot(self, step: int, part: int) -> Any:
         return self.on.thread * WORDS + (step % self.p.slots * self.p.parts + part) * (THREADS * WORDS)
