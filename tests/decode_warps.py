@@ -185,9 +185,13 @@ class Warps:
         assert (lines == lines[:, :1]).all(), "eight threads copy a line of 128 bytes"
         words = ref.reshape(-1).view(np.int32)
         values = words[np.where(where, place, 0)[..., None] // 4 + np.arange(4)] * self.full(where)[..., None]
+        columns = np.broadcast_to(target.places(index, 4)[1], values.shape)
+        without_conflicts(columns[np.broadcast_to(self.active[..., None], values.shape)])
+        self.begin_copy(target, index, values)
+
+    def begin_copy(self, target: Shared, index, values) -> None:
         rows, columns = np.broadcast_arrays(*target.places(index, 4))
         on = np.broadcast_to(self.active[..., None], values.shape)
-        without_conflicts(columns[on])
         assert not target.busy[rows[on], columns[on]].any(), "a copy waits for the one before"
         assert (target.reader[rows[on], columns[on]] == -1).all(), "a copy waits until the warp has met"
         target.busy[rows[on], columns[on]] = True

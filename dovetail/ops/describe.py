@@ -12,7 +12,7 @@ from dovetail.core.chips import CHIPS
 from dovetail.core.formats import Format
 from dovetail.ops import dispatch, dispatch_products
 from dovetail.ops.capabilities import NVIDIA
-from dovetail.ops.kernels.gpu.needs import why_not_norm, why_not_store
+from dovetail.ops.kernels.gpu.needs import why_not_row
 from dovetail.ops.kernels.tpu.needs import room_of, why_not_flat, why_not_ragged, why_not_splash
 
 
@@ -56,30 +56,15 @@ def _paged(platform: str, q: Any) -> str:
 
 
 def _small_kernels(platform: str) -> dict[str, str]:
-    """Return the implementations of norms, rotation and store, loss and sampling, and why they are not Mosaic's."""
+    """Return the implementations of norms, rotation and store, loss and sampling, and why they are not in Mosaic."""
     names, rest = ("norm", "rotation and store", "loss", "layer norm", "sampling"), "reference"
     if not dispatch.is_one_gpu(platform, None):
         return dict.fromkeys(names, rest)
-    has_triton = dispatch.has_triton() and not dispatch.mosaic_alone()
-    rest = "triton" if has_triton else rest
+    rest = "triton" if dispatch.has_triton() else rest
     if why := _why_not_hopper():
         return dict.fromkeys(names, f"{rest} ({why})")
-    x, qkv = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096), (1, 48, 128)))
-    found = {"norm": f"mosaic; {rest} for {why_not_norm(x)}", "loss": "mosaic", "sampling": _sampling(platform)}
-    if dispatch.mosaic_alone():
-        return found | {"norm": "mosaic", "rotation and store": "mosaic for bf16", "layer norm": "mosaic"}
-    if not has_triton:
-        return found | {"rotation and store": rest, "layer norm": "mosaic"}
-    stored = f"mosaic; triton for {why_not_store(qkv, 8)}"
-    return found | {"rotation and store": stored, "layer norm": "triton (faster than mosaic)"}
-
-
-def _sampling(platform: str) -> str:
-    """Return the implementation of sampling on Hopper, and why it is not Mosaic's."""
-    name = dispatch.choose_sample(platform, None)
-    if name == "mosaic":
-        return name
-    return f"{name} (faster than mosaic with top_p and top_k)"
+    logits = jax.ShapeDtypeStruct((1, 50_257), jnp.bfloat16)
+    return dict.fromkeys(names, "mosaic") | {"loss": f"mosaic; {rest} for {why_not_row(logits)}"}
 
 
 def _why_not_hopper() -> str | None:

@@ -152,31 +152,32 @@ def test_the_table_of_kernels_gives_reasons():
 
 
 def small(name: str, *shape: int, dtype=jnp.bfloat16) -> str:
-    """Return the backend of the kernel that dispatch chooses for x, qkv or logits of this shape."""
+    """Return the kernel, in Mosaic or Triton, that dispatch chooses for x, qkv or logits of this shape."""
     x = array(*shape, dtype=dtype)
     kernel = {
         "norm": lambda: dispatch.norm_kernel(paged("cuda"), x),
         "store": lambda: dispatch.rotate_store_kernel(x, 8),
         "loss": lambda: dispatch.loss_kernel(dispatch.choose_loss(None, x)),
     }[name]()
-    return "mosaic" if ".mosaic." in kernel.__module__ else "triton"
+    return kernel.__module__.rpartition(".")[2] if ".mosaic." in kernel.__module__ else "triton"
 
 
 @pytest.mark.parametrize(
     "name, shape, on_hopper",
     [
-        ("norm", (64, 1024), "mosaic"), ("norm", (64, 4096), "triton"), ("norm", (8192, 4096), "mosaic"),
-        ("norm", (8192, 2880), "triton"), ("store", (64, 32, 128), "mosaic"), ("store", (1, 32, 128), "triton"),
-        ("store", (64, 32, 64), "triton"), ("store", (64, 26, 128), "triton"), ("loss", (1024, 151_936), "mosaic"),
-        ("loss", (1024, 50_257), "triton"),
+        ("norm", (64, 1024), "norm"), ("norm", (64, 4096), "norm_few"), ("norm", (8192, 4096), "norm"),
+        ("norm", (8192, 2880), "norm_few"), ("store", (64, 32, 128), "store"), ("store", (1, 32, 128), "store_few"),
+        ("store", (64, 32, 64), "store_few"), ("store", (64, 26, 128), "store_few"),
+        ("loss", (1024, 151_936), "cross_entropy"), ("loss", (1024, 50_257), "triton"),
     ],
 )  # fmt: skip
-def test_small_kernels_are_mosaics_where_they_are_as_fast(monkeypatch, name, shape, on_hopper):
+def test_small_kernels_are_in_mosaic_on_hopper(monkeypatch, name, shape, on_hopper):
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
     assert small(name, *shape) == "triton"
     monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert small(name, *shape) == on_hopper
-    assert small(name, *shape, dtype=jnp.float16) == "triton"
+    if name != "store":
+        assert small(name, *shape, dtype=jnp.float16) == "triton"
 
 
 @pytest.mark.slow
@@ -188,7 +189,8 @@ def test_info_says_which_backend_runs_and_why(monkeypatch):
     monkeypatch.setattr(dispatch.jax, "devices", lambda: [SimpleNamespace(compute_capability="8.0", platform="gpu")])
     assert rows()["norm"] == "triton (compute capability 8.0)"
     monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
-    assert rows()["loss"] == "mosaic" and rows()["rotation and store"] == "mosaic; triton for fewer than 64 tokens"
+    assert rows()["rotation and store"] == rows()["sampling"] == "mosaic"
+    assert rows()["loss"].startswith("mosaic; triton for ")
 
 
 def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
@@ -207,9 +209,8 @@ def test_without_triton_there_are_mosaic_and_the_references(monkeypatch):
     assert dispatch.choose_sample("cuda", None) == "mosaic"
 
 
-def test_sampling_is_in_triton_where_there_is_triton(monkeypatch):
+def test_sampling_is_in_mosaic_on_hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "is_one_gpu", lambda *_: True)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert dispatch.choose_sample("cuda", None) == "triton"
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
     assert dispatch.sample_kernel("cuda", None).__module__.endswith("mosaic.sample")
