@@ -1,11 +1,11 @@
 """Check and time the grouped products of experts on an NVIDIA GPU: forward, gradient to rows, gradient to weights.
 
-    python benchmarks/grouped.py [--check] [--time] [--tiles] [--unmeasured] [--only train]
+    python benchmarks/grouped.py [--check] [--time] [--tiles] [--only train]
 
-`--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes, with one weight, with two
-whose gradients to the rows are one kernel, and with the gated unit in the kernel of its products. `--time` prints the
-TFLOP/s of the kernels for Hopper (Mosaic GPU) and of those for other GPUs (Triton), with their share of the peak.
-`--tiles` times the kernels for Hopper with other tiles.
+`--check` compares product and gradients with XLA's `ragged_dot_general` over ragged sizes, with one weight and with two
+whose gradients to the rows are one kernel, and the rows dealt to experts with those that XLA gathers. `--time` prints
+the TFLOP/s of the kernels for Hopper (Mosaic GPU) and of those for other GPUs (Triton), with their share of the peak,
+and how long rows take to reach their experts. `--tiles` times the kernels for Hopper with other tiles.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu import grouped as triton
-from dovetail.ops.kernels.gpu import grouped_gated as gated
 from dovetail.ops.kernels.gpu import grouped_hopper as hopper
 from dovetail.ops.kernels.gpu.mosaic.dealing import deal_rows
 
@@ -94,45 +92,13 @@ def check_two() -> None:
         print(f"check two of {N} x {K}, {name:18s} to_x: {error} {'ok' if error < 8e-3 else 'DIFFERS'}", flush=True)
 
 
-def check_gated() -> None:
-    """Compare the gated unit in one kernel, and its gradients, with products and unit apart."""
-    N, K = 256, 320
-    x, ws, dy = normal(0, M, K), (normal(1, E, N, K) / 16, normal(2, E, N, K) / 16), normal(3, M, N)
-    share = jnp.abs(normal(4, M, 1)).astype(jnp.float32)
-
-    @functools.partial(jax.jit, static_argnames=("glu", "is_ours"))
-    def outputs(args: tuple, sizes: jax.Array, dy: jax.Array, glu: Glu, is_ours: bool) -> list[jax.Array]:
-        def parts(x: jax.Array, ws: tuple, share: jax.Array) -> jax.Array:
-            gate, up = (ragged(x, w, sizes) for w in ws)
-            return gated.weighted(glu, gate, up, share)
-
-        unit = (lambda x, ws, share: gated.grouped_gated(x, ws, share, sizes, glu)) if is_ours else parts
-        y, back = jax.vjp(unit, *args)
-        return [y, *jax.tree.leaves(back(dy))]
-
-    for glu in (Glu(), Glu(limit=7.0)):
-        for name, each in SIZES.items():
-            args = (x, ws, share), jnp.asarray(each, jnp.int32), dy, glu
-            errors = []
-            for a, b in zip(outputs(*args, True), outputs(*args, False), strict=True):
-                a, b = (np.asarray(one, np.float32) for one in (a, b))
-                errors.append(np.abs(a - b).max() / max(np.abs(b).max(), 1))
-            verdict = "ok" if max(errors) < 2e-2 else "DIFFERS"
-            print(
-                f"check gated {glu}, {name:18s} forward, to_x, to_w, to_share: {np.array(errors)} {verdict}", flush=True
-            )
-
-
 def time_skewed(name: str, args: tuple, flops: float, size: float) -> None:
     """Time the gradient to the weights with groups of very different sizes, as training has them."""
     x, w, dy, _ = args
     rng = np.random.default_rng(1)
     sizes = jnp.asarray(rng.multinomial(len(x), rng.dirichlet(np.ones(len(w)))), jnp.int32)
-    run = functools.partial(hopper.weights_product, dtype=w.dtype)
-    in_order, by_size = (functools.partial(run, balanced=each) for each in (False, True))
-    equal = bool(jnp.all(in_order(dy, x, sizes) == by_size(dy, x, sizes)))
-    runs = {"to_w, in order": in_order, "to_w, by size": by_size}
-    timed(name, f"hopper, skewed, {'ok' if equal else 'DIFFERS'}", runs, (dy, x, sizes), flops, size)
+    runs = {"to_w": functools.partial(hopper.weights_product, dtype=w.dtype)}
+    timed(name, "hopper, skewed", runs, (dy, x, sizes), flops, size)
 
 
 def check_deal() -> None:
@@ -190,20 +156,6 @@ def time_two(name: str, args: tuple, flops: float, size: float) -> None:
     timed(name, "hopper, two weights", {"to_x, one": one, "to_x, two": two}, (pairs, sizes), flops, size)
 
 
-def time_gated(name: str, args: tuple, flops: float, size: float) -> None:
-    """Time the forward pass of a gated unit in one kernel, and by two products and the unit."""
-    x, w, _, sizes = args
-    share = jnp.ones((len(x), 1), jnp.float32)
-    given, glu = (x, (w, normal(3, *w.shape)), share, sizes), Glu()
-    one = functools.partial(gated.gated_products, glu=glu)
-
-    def three(x, ws, share, sizes):
-        gate, up = (hopper.rows_product(x, w, sizes, transposed=True) for w in ws)
-        return gate, up, gated.weighted(glu, gate, up, share)
-
-    timed(name, "hopper, gate, up and unit", {"forward, one": one, "forward, three": three}, given, flops, size)
-
-
 def timed(name: str, label: str, runs: dict[str, Callable], args: tuple, flops: float, size: float) -> None:
     for product, run in runs.items():
         try:
@@ -225,14 +177,11 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
-    parser.add_argument("--unmeasured", action="store_true", help="only what DOVETAIL_UNMEASURED_KERNELS=1 chooses")
     chosen = parser.parse_args()
     print(jax.devices(), jax.__version__)
     if chosen.check:
-        if not chosen.unmeasured:
-            check()
-            check_two()
-        check_gated()
+        check()
+        check_two()
         check_deal()
     for name, (rows, groups, N, K) in SHAPES.items():
         if chosen.only not in name or not (chosen.time or chosen.tiles):
@@ -240,12 +189,10 @@ def main() -> None:
         args = normal(0, rows, K), normal(1, groups, N, K), normal(2, rows, N), ragged_sizes(rows, groups)
         flops, size = 2 * rows * N * K, 2 * (rows * (N + K) + groups * N * K)
         if chosen.time:
-            if not chosen.unmeasured:
-                timed(name, "triton", products(triton), args, flops, size)
-                timed(name, "hopper", products(hopper), args, flops, size)
-                time_two(name, args, 2 * flops, 2 * size)
-            if gated.why_not_gated(rows, args[1], jnp.bfloat16, Glu()) is None and K > N:
-                time_gated(name, args, 2 * flops, 2 * size)
+            timed(name, "triton", products(triton), args, flops, size)
+            timed(name, "hopper", products(hopper), args, flops, size)
+            time_two(name, args, 2 * flops, 2 * size)
+            if K > N:
                 time_deal(name, rows, groups, K)
             time_skewed(name, args, flops, size)
         for tiles in TILES if chosen.tiles else []:

@@ -125,22 +125,6 @@ def grouped_each_kernel(platform: str | None, rows: Any, ws: Sequence[Any]) -> C
     return grouped_matmuls
 
 
-def grouped_gated_kernel(platform: str | None, rows: Any, params: Any, glu: Any) -> Callable | None:
-    """Return the kernel of the gated unit of rows [M, in] with `params` (gate, up), times a share of each row, or None.
-
-    Under a remat policy that keeps gate and up, a backward pass computes them once more.
-    """
-    gate, up = params["gate"], params["up"]
-    if not tries_unmeasured() or "gate_bias" in params or grouped_each_kernel(platform, rows, (gate, up)) is None:
-        return None
-    from dovetail.ops.kernels.gpu.grouped_gated import grouped_gated, why_not_gated
-
-    if why_not_gated(len(rows), gate, rows.dtype, glu):
-        return None
-    log_once("experts", "mosaic, the gated unit in the kernel")
-    return grouped_gated
-
-
 def experts_kernel(x: Any, params: Any, glu: Any, platform: str | None, placement: Placement | None) -> Callable | None:
     """Return the kernel from the routed tokens of a step, x [T, D], to their outputs; None for grouped products."""
     if not is_one_gpu(platform, placement) or not is_hopper():
@@ -189,7 +173,7 @@ def sort_kernel(group: Any, num_experts: int, platform: str | None) -> Callable[
 
 def deal_kernel(x: Any, k: int, platform: str | None) -> Callable[[jax.Array, jax.Array, int], jax.Array] | None:
     """Return the kernel that writes each row of x [T, D] to k places; None for XLA's gather."""
-    if not tries_unmeasured() or not is_one_gpu(platform, None) or not is_hopper():
+    if not is_one_gpu(platform, None) or not is_hopper():
         return None
     from dovetail.ops.kernels.gpu.mosaic.dealing import deal_rows, why_not_deal
 

@@ -24,7 +24,6 @@ from dovetail.core.mesh import Placement
 from dovetail.ops.dispatch_products import (
     deal_kernel,
     experts_kernel,
-    grouped_gated_kernel,
     router_kernel,
     sort_kernel,
 )
@@ -201,15 +200,10 @@ def _grouped(
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
     rows: Any = _deal(x, order, back, k, platform)
+    # the products to keep under remat=dots; of those of `down` a gradient needs the sums at most: `experts` names them
+    hidden = glu(*(checkpoint_name(y, "product") for y in apply(rows, ("gate", "up"))))
     # weighted here, where rows are narrow, so that what remains to be done with the wide ones is their sum
-    kernel = grouped_gated_kernel(platform, rows, params, glu)
-    if kernel:
-        hidden = kernel(rows, (params["gate"], params["up"]), share, sizes, glu)
-    else:
-        # the products to keep under remat=dots; of those of `down` a gradient needs the sums at most: `experts` names
-        # them
-        hidden = glu(*(checkpoint_name(y, "product") for y in apply(rows, ("gate", "up"))))
-        hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
+    hidden = (hidden.astype(jnp.float32) * share).astype(hidden.dtype)
     [out] = apply(hidden, ("down",), bias_share * share)
     if first_expert is not None:  # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
         out = jnp.where((group[order] < num_experts)[:, None], out, 0)

@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.grouped import _swizzled
 from dovetail.ops.kernels.gpu.grouped_parts import (
     ALIGNED,
@@ -200,40 +199,31 @@ def _rows_body(group_ref, first_ref, start_ref, end_ref, count_ref, *refs: Any,
 # ------------------------------------------------------------------------------------------- the weights' gradient
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "tiles", "balanced"))  # equal calls are traced and lowered once
+@functools.partial(jax.jit, static_argnames=("dtype", "tiles"))  # equal calls are traced and lowered once
 def weights_product(
-    dy: jax.Array,
-    x: jax.Array,
-    sizes: jax.Array,
-    *,
-    dtype: Any,
-    tiles: OutputTiles | None = None,
-    balanced: bool | None = None,
+    dy: jax.Array, x: jax.Array, sizes: jax.Array, *, dtype: Any, tiles: OutputTiles | None = None
 ) -> jax.Array:
     """Map dy [M, N] and x [M, K] to [E, N, K]: each group's dy^T x.
 
-    A tile takes as long as its group has rows. With `balanced`, by default with DOVETAIL_UNMEASURED_KERNELS=1, the
-    tiles of large groups come first, and all programs sum about as many rows.
+    A tile takes as long as its group has rows: those of large groups come first, and all programs sum about as many
+    rows.
     """
-    balanced = tries_unmeasured() if balanced is None else balanced
     N, K, E = dy.shape[1], x.shape[1], len(sizes)
     t = tiles or default_tiles(K)
     shared = [shared_tiles((t.stages, INNER, columns), x.dtype) for columns in (ROWS, t.cols)]
     shared.append(shared_tiles((GROUPS, 2, HALF, CHUNK), dtype))
     ends = jnp.cumsum(sizes).astype(jnp.int32)
     return make_kernel(
-        functools.partial(
-            _weights_body, num_rows=pl.cdiv(N, ROWS), num_cols=pl.cdiv(K, t.cols), t=t, balanced=balanced
-        ),
+        functools.partial(_weights_body, num_rows=pl.cdiv(N, ROWS), num_cols=pl.cdiv(K, t.cols), t=t),
         "grouped_matmul_to_w_hopper",
         jax.ShapeDtypeStruct((E, N, K), dtype),
         shared,
         t.stages,
-    )(by_size(sizes) if balanced else jnp.arange(E, dtype=jnp.int32), ends - sizes.astype(jnp.int32), ends, dy, x)
+    )(by_size(sizes), ends - sizes.astype(jnp.int32), ends, dy, x)
 
 
 def _weights_body(order_ref, start_ref, end_ref, dy_ref, x_ref, out_ref, shared, loaded, released,
-                  *, num_rows: int, num_cols: int, t: OutputTiles, balanced: bool):  # fmt: skip
+                  *, num_rows: int, num_cols: int, t: OutputTiles):  # fmt: skip
     dys, xs, outs = shared
     warpgroup = lax.axis_index("warpgroup")
 
@@ -285,4 +275,4 @@ def _weights_body(order_ref, start_ref, end_ref, dy_ref, x_ref, out_ref, shared,
         store_chunks([store(i) for i in range(t.cols // CHUNK)], outs.at[warpgroup])
         return at + steps
 
-    run_tiles(out_ref.shape[0] * num_rows * num_cols, load, compute, released, there_and_back=balanced)
+    run_tiles(out_ref.shape[0] * num_rows * num_cols, load, compute, released, there_and_back=True)

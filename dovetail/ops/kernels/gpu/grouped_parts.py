@@ -92,16 +92,14 @@ def by_size(sizes: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------------------------ parts of a kernel
 
 
-def make_kernel(
-    body: Callable, name: str, out: Any, shared: list, stages: int, copies: int = 2, approx_math: bool = False
-) -> Callable:
-    """Return the kernel of `body(*inputs, *outputs, shared memory, loaded, released)`; a stage has so many copies."""
+def make_kernel(body: Callable, name: str, out: Any, shared: list, stages: int) -> Callable:
+    """Return the kernel of `body(*inputs, *outputs, shared memory, loaded, released)`."""
 
     def entry(*refs: Any) -> None:
         pl.run_scoped(
             functools.partial(body, *refs),
             shared,
-            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             collective_axes="warpgroup",
         )
@@ -114,7 +112,6 @@ def make_kernel(
         num_threads=GROUPS + 1,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
     )
 
 
