@@ -24,7 +24,6 @@ import jax
 
 from dovetail.core.files import own_folder, read_own
 from dovetail.io.hub import home
-from dovetail.ops.capabilities import tries_unmeasured
 
 log = logging.getLogger(__name__)
 NEVER = 1e9  # seconds of compilation from which on XLA's cache keeps a program
@@ -176,7 +175,6 @@ def _surroundings() -> tuple[Any, ...]:
     device = jax.devices()[0]
     settings = [getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")]
     settings += [jax.config.jax_threefry_partitionable, os.environ.get("XLA_FLAGS")]  # type: ignore[attr-defined]
-    settings.append(tries_unmeasured())
     versions = jax.__version__, device.client.platform_version
     return versions, device.platform, device.device_kind, settings, _host(), _code()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -33,11 +32,6 @@ def imitate(device: Imitated) -> None:
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
     """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
-
-
-def tries_unmeasured() -> bool:
-    """Return whether kernels that have never run on a card may be chosen (`DOVETAIL_UNMEASURED_KERNELS=1`)."""
-    return os.environ.get("DOVETAIL_UNMEASURED_KERNELS") in ("1", "2")
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from dovetail.ops.capabilities import (
     has_triton,
     is_hopper,
     is_one_gpu,
-    tries_unmeasured,
 )
 from dovetail.ops.dispatch import log_once
 from dovetail.ops.kernels.cpu.needs import why_not_packed as why_not_packed_rows

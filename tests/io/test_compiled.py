@@ -128,9 +128,7 @@ def test_the_key_is_of_all_that_a_program_depends_on(monkeypatch):
     keys.add(compiled.program_key("step", 1))
     monkeypatch.setenv("XLA_FLAGS", "--another")
     keys.add(compiled.program_key("step", 1))
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
-    keys.add(compiled.program_key("step", 1))
-    assert len(keys) == 5
+    assert len(keys) == 4
 
 
 def test_programs_unused_for_a_month_are_deleted(folder):

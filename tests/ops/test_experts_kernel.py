@@ -45,9 +45,7 @@ def by_tiles(x: np.ndarray, table: np.ndarray, reads: int, ws: list, N: int, R: 
     [(1, 16, 4), (3, 16, 4), (8, 8, 2), (40, 12, 2)],
     ids=["one token", "fewer pairs than experts", "more pairs", "sorted, several tiles"],
 )
-@pytest.mark.parametrize("short", [False, True])
-def test_the_tiles_have_every_pair_once(T, E, k, short, monkeypatch):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", str(int(short)))
+def test_the_tiles_have_every_pair_once(T, E, k, monkeypatch):
     monkeypatch.setattr(kernel, "MAX_TOKENS", 8)
     x, weights, chosen, params = some_inputs(T, E, k, dtype=jnp.float32)
     chosen[chosen == E - 1] = 0  # an expert is idle
@@ -59,7 +57,7 @@ def test_the_tiles_have_every_pair_once(T, E, k, short, monkeypatch):
         return tiles.x, tiles.table, tiles.row
 
     rows, table, row = map(np.asarray, jax.jit(arrange)(x, chosen))
-    assert (len(table) == 1) == (short and T == 1)
+    assert (len(table) == 1) == (T == 1)
     numbers = [[kernel.tile_number(table, i, tile) for tile in range(table.shape[1])] for i in range(4)]
     table = np.asarray(numbers)
     gate, up, down = (np.asarray(params[name]) for name in ("gate", "up", "down"))
@@ -71,8 +69,7 @@ def test_the_tiles_have_every_pair_once(T, E, k, short, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 interprets transposed references first")
 @pytest.mark.parametrize("T", [1, 3, 12], ids=["one token", "all tokens", "sorted"])
-def test_the_kernel_equals_the_reference(T, monkeypatch):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "1")
+def test_the_kernel_equals_the_reference(T):
     x, weights, chosen, params = some_inputs(T, 4, 2, biases=True)
     glu = Glu(limit=7.0)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):

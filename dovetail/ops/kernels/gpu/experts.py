@@ -24,7 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dovetail.ops.capabilities import tries_unmeasured
 from dovetail.ops.kernels.gpu.mosaic.routing import Sizes, arrangement
 
 FEW = 512  # tokens of a step, at most: with more, grouped products are as fast (benchmarks/experts.py)
@@ -94,7 +93,7 @@ def all_tokens(x: jax.Array, chosen: jax.Array, E: int) -> Tiles:
         is_used = jnp.any(flat[:, None] == expert, axis=0)
     first = jnp.arange(len(expert), dtype=jnp.int32) * CHUNK
     table = jnp.stack([expert, jnp.zeros_like(first), first, jnp.where(is_used, T, 0)])
-    if T == 1 and tries_unmeasured():  # the rest is known: a kernel less, and the first thing that others wait for
+    if T == 1:  # the rest is known: a kernel less, and the first thing that others wait for
         table = expert[None]
     row = tile.reshape(T, k) * CHUNK + jnp.arange(T, dtype=jnp.int32)[:, None]
     return Tiles(x, table, row, CHUNK, len(expert) * CHUNK)
