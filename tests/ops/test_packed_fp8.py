@@ -13,6 +13,7 @@ import pytest
 from ops.test_routing import Memory, Shared, Simulated
 
 from dovetail.ops.kernels.gpu import packed_fp8 as kernel
+from dovetail.ops.kernels.gpu import packed_halves
 from dovetail.ops.kernels.gpu.mosaic.halves import split
 from dovetail.ops.quant.unpack import E2M1_VALUES
 
@@ -102,7 +103,7 @@ def test_threads_hold_the_operand_of_a_product(size, step):
     blocks = np.minimum(step * 4 + np.arange(SIZE) // 32, groups - 1)
     relative = scales[:, blocks].astype(np.float32) - scales.max(axis=1, keepdims=True)
     expected = (E2M1_VALUES[halves].astype(np.float32) * 2.0 ** (relative + 6)).astype(E4M3).astype(np.float32)
-    np.testing.assert_array_equal(got, np.asarray(kernel.in_order(jnp.asarray(expected))))
+    np.testing.assert_array_equal(got, np.asarray(packed_halves.in_order(jnp.asarray(expected))))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
@@ -111,8 +112,8 @@ def test_the_sum_of_both_numbers_is_the_token(scale):
     x = rng.normal(size=(64, 256)) * 2.0 ** rng.integers(-7, 1, size=(64, 256)) * scale
     x = x.astype(jnp.bfloat16)
     x[0] = 0
-    both, greatest = jax.jit(kernel.halves, static_argnums=1)(jnp.asarray(x), "fp8")
-    factor = np.asarray(jax.jit(kernel.factor_of)(greatest))
+    both, greatest = jax.jit(packed_halves.halves, static_argnums=1)(jnp.asarray(x), "fp8")
+    factor = np.asarray(jax.jit(packed_halves.factor_of)(greatest))
     assert np.all(np.abs(np.asarray(both).astype(np.float32)) <= 256)
     got = np.asarray(both).astype(np.float32).sum(axis=0) * factor[:, None]
     expected, most = x.astype(np.float32), np.abs(x.astype(np.float32)).max(axis=1, keepdims=True)
@@ -124,9 +125,9 @@ def test_the_sum_of_both_numbers_is_the_token(scale):
 
 def test_rows_are_padded_and_in_the_order_of_threads():
     x = jnp.arange(1, 161, dtype=jnp.bfloat16)[None]
-    both, greatest = kernel.halves(x, "mxfp4")
+    both, greatest = packed_halves.halves(x, "mxfp4")
     assert both.shape == (2, 1, 256)
-    got = np.asarray(both).astype(np.float32).sum(axis=0)[0] * np.asarray(kernel.factor_of(greatest))
+    got = np.asarray(both).astype(np.float32).sum(axis=0)[0] * np.asarray(packed_halves.factor_of(greatest))
     assert list(got[:16]) == [1, 2, 3, 4, 33, 34, 35, 36, 65, 66, 67, 68, 97, 98, 99, 100]
     assert list(got[16:20]) == [5, 6, 7, 8]
     assert sorted(got)[96:] == list(range(1, 161))
@@ -170,7 +171,7 @@ def test_a_kernel_splits_rows(size, permutes):
     split(on, row, x.reshape(-1).view(np.int32), token, both, greatest, shared, **options)
     assert (both.times == 1).all() and (greatest.times == 1).all()
     name = "mxfp4" if permutes else "fp8"
-    expected = kernel.halves(jnp.asarray(x[np.where(token < 0, T - 1, token)]), name)
+    expected = packed_halves.halves(jnp.asarray(x[np.where(token < 0, T - 1, token)]), name)
     got = both.values.view(E4M3).reshape(2, R, width)
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(expected[0]).astype(np.float32))
     np.testing.assert_array_equal(greatest.values, np.asarray(expected[1]))

@@ -1,4 +1,4 @@
-"""The pipelined products with packed weights on Hopper: interpreted, lowered, chosen where it is asked for."""
+"""The pipelined products of packed experts on Hopper: interpreted, lowered, chosen for mxfp4 and fp8."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from ops.test_packed_product import FORMATS, a_weight, interpreted, some_experts, untraced
 
-from dovetail.core.formats import Format
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import packed_fp8, packed_product, packed_weights
+from dovetail.ops.kernels.gpu import packed_fp8, packed_halves, packed_product, packed_weights
 from dovetail.ops.kernels.gpu import packed_pipeline as kernel
 from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles
 from dovetail.ops.kernels.gpu.packed_codes import ROWS
@@ -44,11 +43,11 @@ def two_programs(monkeypatch):
         values = e2m1(jnp.stack([found & 15, found >> 4], axis=-1).reshape(len(found), -1).astype(jnp.int32))
         blocks = jnp.minimum(step * 4 + jnp.arange(128) // 32, groups - 1)
         relative = jnp.take(scales_of(scales, groups), blocks, axis=1) - greatest[:, None] + packed_fp8.TOP
-        return packed_fp8.in_order(values * jnp.exp2(relative.astype(jnp.float32))).astype(packed_fp8.E4M3)
+        return packed_halves.in_order(values * jnp.exp2(relative.astype(jnp.float32))).astype(packed_halves.E4M3)
 
     def add_product(acc, weights, tokens):
         weights = weights if isinstance(weights, jax.Array) else weights[...]
-        weights = weights.astype(jnp.bfloat16) if weights.dtype == packed_fp8.E4M3 else weights
+        weights = weights.astype(jnp.bfloat16) if weights.dtype == packed_halves.E4M3 else weights
         of_bf16(acc, weights, tokens)
 
     with interpreted(monkeypatch), monkeypatch.context() as patch:
@@ -72,31 +71,12 @@ def scales_of(ref, groups):
 
 
 # name: (rows of a weight, values of a row, tokens of the tiles, warpgroups that compute, weights)
-CASES = {
-    "mxfp4": (192, 320, [16, 9], 2, 2),
-    "fp8": (192, 320, [16], 2, 1),
-    "fp8 in groups": (64, 256, [16, 3], 2, 2),
-    "int4": (128, 384, [16, 3], 3, 1),
-    "int4 in groups of 32": (64, 192, [16], 2, 1),
-    "uint4": (64, 192, [16], 3, 1),
-}
-OF_FP8 = {"mxfp4": (192, 320, [16, 9], 2, 2), "fp8": (192, 320, [16], 2, 1), "fp8 in groups": (64, 256, [16, 3], 2, 2)}
+CASES = {"mxfp4": (192, 320, [16, 9], 2, 2), "fp8": (192, 384, [16], 2, 1), "fp8 in groups": (64, 256, [16, 3], 2, 2)}
 
 
-@pytest.mark.parametrize("name", OF_FP8)
-def test_tiles_by_products_of_e4m3_numbers(monkeypatch, name):
-    _check_tiles(monkeypatch, name, *OF_FP8[name])
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in ("mxfp4", "int4") else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
-)
-def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "2")
-    _check_tiles(monkeypatch, name, *CASES[name])
-
-
-def _check_tiles(monkeypatch, name, out, size, counts, workers, names):
+@pytest.mark.parametrize(("name", "case"), CASES.items())
+def test_tiles_equal_those_of_unpacked_experts(monkeypatch, name, case):
+    out, size, counts, workers, names = case
     form, rng = FORMATS[name], np.random.default_rng(out)
     table, R = a_table(counts)
     x = jnp.asarray(rng.normal(size=(R, size)), jnp.bfloat16)
@@ -117,34 +97,42 @@ def _check_tiles(monkeypatch, name, out, size, counts, workers, names):
 
 
 @pytest.mark.parametrize(
-    ("value", "T"), [("1", 40), ("2", 40), ("0", 40), pytest.param("1", 8, marks=pytest.mark.thorough)]
+    ("name", "T", "chosen"),
+    [
+        ("mxfp4", 40, True),
+        ("fp8", 40, True),
+        pytest.param("fp8 in groups", 40, True, marks=pytest.mark.thorough),
+        pytest.param("mxfp4", 8, False, marks=pytest.mark.thorough),
+        pytest.param("int4", 40, False, marks=pytest.mark.thorough),
+        pytest.param("fp8 with half a step", 40, False, marks=pytest.mark.thorough),
+        pytest.param("int8", 40, False, marks=pytest.mark.thorough),
+    ],
 )
-def test_experts_take_the_pipeline_where_it_is_asked_for(monkeypatch, value, T):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", value)
+def test_experts_in_mxfp4_and_fp8_take_the_pipeline(name, T, chosen):
     run = untraced(packed_weights.few_token_packed_experts)
-    traced = jax.jit(lambda *args: run(*args, GLU)).trace(*some_experts(T, FORMATS["mxfp4"]))
+    form, D = FORMATS[name.removesuffix(" with half a step")], 192 if "half" in name else 128
+    traced = jax.jit(lambda *args: run(*args, GLU)).trace(*some_experts(T, form, D=D, F=128))
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("packed_pipeline_mxfp4" in lowered) == (value != "0" and T > CHUNK)
-    assert ("packed_pipeline_mxfp4_fp8" in lowered) == (value == "1" and T > CHUNK)
+    assert ("packed_pipeline_" in lowered) == chosen
 
 
 @pytest.mark.parametrize(
-    ("form", "N", "shape", "names", "expected"),
+    ("name", "N", "shape", "names", "expected"),
     [
-        (FORMATS["mxfp4"], 40, (2880, 2880), 2, (3, 192, 3)),
-        (FORMATS["mxfp4"], 128, (2880, 2880), 2, (2, 128, 3)),
-        (FORMATS["int4"], 24, (768, 2048), 2, (3, 128, 6)),
-        (Format("int4"), 16, (64, 64), 1, (3, 128, 2)),
+        ("mxfp4", 40, (2880, 2880), 2, (3, 2, 4)),
+        ("mxfp4", 80, (2880, 2880), 2, (2, 2, 4)),
+        ("fp8", 24, (768, 2048), 2, (3, 2, 3)),
+        ("fp8 in groups", 16, (64, 512), 1, (3, 2, 4)),
     ],
 )
-def test_plans(monkeypatch, form, N, shape, names, expected):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "2")
+def test_plans(name, N, shape, names, expected):
     tiles = Tiles(jnp.zeros((N, shape[1])), jnp.zeros((4, 1), jnp.int32), jnp.zeros((N, 1), jnp.int32), N, N)
-    p = kernel.plan(form, tiles, shape, names)
-    assert (p.workers, p.part.inner, p.part.stages) == expected
+    p = kernel.plan(FORMATS[name], tiles, shape, names)
+    assert (p.workers, p.buffers, p.part.stages) == expected
 
 
-def test_scales_that_do_not_fit_are_left_to_the_other_kernel(monkeypatch):
-    monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", "2")
+def test_other_formats_and_shapes_are_left_to_the_other_kernel():
     assert kernel.fits(FORMATS["mxfp4"], (2880, 2880), 2)
-    assert not kernel.fits(FORMATS["mxfp4"], (14336, 14336), 2)
+    assert not kernel.fits(FORMATS["mxfp4"], (24576, 24576), 2)
+    assert not kernel.fits(FORMATS["fp8"], (2880, 2880))  # half a step at the end of rows
+    assert not any(kernel.fits(FORMATS[name], (768, 2048)) for name in ("int8", "int4", "uint4"))

@@ -1,8 +1,8 @@
 """Products of packed weights by the tensor cores' fp8 (e4m3) on Hopper: the arithmetic of packed_pipeline's programs.
 
-A product of e4m3 numbers takes half the time of one of bf16, so bf16 tokens are multiplied as two of them (`halves`).
-Weights are not unpacked to bf16: codes of fp8 are multiplied as they are, from shared memory, and those of mxfp4 become
-e4m3 numbers in registers, about nine instructions for eight codes:
+A product of e4m3 numbers takes half the time of one of bf16, so bf16 tokens are multiplied as two of them
+(packed_halves). Weights are not unpacked to bf16: codes of fp8 are multiplied as they are, from shared memory, and
+those of mxfp4 become e4m3 numbers in registers, about nine instructions for eight codes:
 
 - A table of 8 bytes has e2m1's magnitudes times a power of two, as e4m3 numbers. PRMT takes four of them by four codes.
 - The power of two is the block's scale relative to the greatest one of its row, 2^6. The row's multiplies the sums.
@@ -12,16 +12,15 @@ Blocks with scales down to 2^-14 of their row's greatest are exact; smaller numb
 that scale, or 2^-18 of the greatest number that a row could have.
 
 A thread takes all 16 bytes of a block, and its quad four blocks of a row, so that it reads one scale for 32 values. The
-order of a row's values within 128 changes (`in_order`).
+order of a row's values within 128 changes (packed_halves.in_order).
 
 Tensor cores add e4m3 products with about 14 bits. So the sums of each STEP values are added up in f32 by other cores.
 
-N tokens of a tile, R rows of tokens, G blocks of a row.
+N tokens of a tile, G blocks of a row.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,19 +37,16 @@ from jax.extend.mlir.dialects import arith, vector
 
 from dovetail.ops.kernels.gpu import packed_product
 from dovetail.ops.kernels.gpu.experts import ACC
-from dovetail.ops.kernels.gpu.mosaic import halves as mosaic_halves
-from dovetail.ops.kernels.gpu.mosaic.halves import STEP
 from dovetail.ops.kernels.gpu.mosaic.threads import ALL, WARP, Number, Threads
 from dovetail.ops.kernels.gpu.packed_codes import PER_ROW, PRODUCT, REGISTER, ROWS
+from dovetail.ops.kernels.gpu.packed_halves import E4M3, STEP, factor_of
 from dovetail.ops.kernels.gpu.warp_ops import c, int32, thread
 
-E4M3 = jnp.float8_e4m3fn
 MOST_TOKENS = 80  # of a tile: each has sums in the accumulators and in other registers
 PER_TOKEN = plgpu.Layout.WGMMA.reduce(0)  # of a number for each column of a product
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # of a number for each thread
 TOP = 6  # the greatest block's numbers are times 2^TOP: 6 x 2^6 = 384 is below e4m3's 448
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-TOKEN_TOP = mosaic_halves.TOP
 SIGNS, CODES = 0x80808080, 0x77777777
 
 
@@ -58,73 +54,6 @@ def tables() -> np.ndarray:
     """Return the magnitudes of a block with a scale of 2^(6 - i) as e4m3 numbers, for i < 32, as words [2, 32]."""
     values = np.outer(2.0 ** (TOP - np.arange(WARP)), MAGNITUDES)
     return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).view(np.uint32).T.astype(np.uint32)
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def halves(x: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
-    """Return bf16 rows [R, in] as e4m3 numbers [2, R, in] and the rows' greatest magnitudes, f32 [R].
-
-    The sum of both numbers is the row times a power of two; `factor_of` is 1 / this.
-
-    A row's power of two makes its greatest magnitude at least 2^7 and less than 2^8. The first number has 4 of bf16's 8
-    significant bits, and the second one the others: the sum is exact for values down to 2^-9 of the greatest one, and
-    otherwise within 2^-17 of it.
-    """
-    x = x.astype(jnp.float32)
-    greatest = jnp.max(jnp.abs(x), axis=-1)
-    x = x * _power_of_two(254 + TOKEN_TOP - _exponent_of_row(greatest))[:, None]
-    # the least bit of an e4m3 number, 2^-9 for subnormal ones
-    least = jnp.maximum(_exponent(x), 127 - 6) - 3
-    first = lax.round(x * _power_of_two(254 - least), lax.RoundingMethod.TO_NEAREST_EVEN) * _power_of_two(least)
-    both = jnp.stack([first, x - first])
-    if name == "mxfp4":
-        both = in_order(jnp.pad(both, ((0, 0), (0, 0), (0, -x.shape[-1] % STEP))))
-    return both.astype(E4M3), greatest
-
-
-def split_rows(x: jax.Array, source: tuple[jax.Array, jax.Array] | None, name: str) -> tuple[jax.Array, jax.Array]:
-    """Return what `halves` does, by one kernel on a GPU.
-
-    Args:
-        x: The rows.
-        source: Tokens [T, in] and the index of each row among them, from which it is gathered instead of x.
-        name: The format of the weights.
-    """
-    tokens, index = source or (x, np.arange(len(x), dtype=np.int32))
-    kernel = functools.partial(mosaic_halves.split_rows, permutes=name == "mxfp4")
-    otherwise = functools.partial(halves, name=name)
-    return lax.platform_dependent(
-        x, tokens, index, cuda=lambda _, tokens, index: kernel(tokens, index), default=lambda x, *_: otherwise(x)
-    )
-
-
-def factor_of(greatest: jax.Array) -> jax.Array:
-    """Return what a row's numbers are to be multiplied by."""
-    return _power_of_two(_exponent_of_row(greatest) - TOKEN_TOP)
-
-
-def _exponent_of_row(greatest: jax.Array) -> jax.Array:
-    return jnp.maximum(_exponent(greatest), TOKEN_TOP + 1)
-
-
-def _exponent(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return 2^(exponent - 127)."""
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
-
-
-def in_order(x: jax.Array) -> jax.Array:
-    """Return x [.., in] with each 128 values in the order in which threads have them: a thread's are from one block.
-
-    Of a product of 32 values, a thread has the values 4 t to 4 t + 3 and 16 more than these.
-    """
-    blocks = x.reshape(*x.shape[:-1], -1, 4, 4, 2, 4)  # thread, product, its half, value
-    return jnp.moveaxis(blocks, -4, -2).reshape(x.shape)
 
 
 # --- registers --------------------------------------------------------------------------------------------------------
@@ -276,7 +205,7 @@ def greatest_scales(ref: Any, groups: int) -> jax.Array:
 
 
 def fragment(codes: Any, scales: Any, groups: int, step: Any, greatest: jax.Array, table: list) -> jax.Array:
-    """Return mxfp4's codes [64, 64] in shared memory as e4m3 numbers [64, 128] in the order of `in_order`.
+    """Return mxfp4's codes [64, 64] in shared memory as e4m3 numbers [64, 128] in the order of packed_halves.in_order.
 
     Args:
         codes: Row after row.

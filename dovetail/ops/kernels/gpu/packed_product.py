@@ -208,17 +208,12 @@ def _memory(p: Plan, inputs: dict[str, list], dtype: Any, in_parts: bool) -> Mem
     plain, tiled = (p.blocks, ROWS, p.N), (p.blocks, p.N, ROWS)
     return Memory(
         tiled_memory((p.stages, p.parts, ROWS, width), inputs["codes"][0].dtype, math.gcd(width, p.size // per_byte)),
-        token_memory(p, dtype),
+        tiled_memory((p.stages, p.N, p.inner), dtype, min(p.group, 64) * 2),
         vectors,
         plgpu.SMEM(plain, jnp.float32) if in_parts else shared_tiles(tiled, dtype),
         plgpu.Barrier(num_arrivals=p.parts + 1, num_barriers=p.stages),
         plgpu.Barrier(num_arrivals=p.parts * len(vectors)),
     )
-
-
-def token_memory(p: Plan, dtype: Any) -> Any:
-    """Return shared memory for the tokens of each stage."""
-    return tiled_memory((p.stages, p.N, p.inner), dtype, min(p.group, 64) * 2)
 
 
 def tiled_memory(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:

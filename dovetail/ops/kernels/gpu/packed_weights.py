@@ -1,8 +1,12 @@
-"""Matrices and experts in packed formats times few tokens on Hopper: the callers of packed_product.
+"""Matrices and experts in packed formats times few tokens on Hopper: the callers of packed_product and others.
+
+Up to packed_few.FEW tokens of a tile are for packed_few. Those of experts in mxfp4 and fp8 are otherwise for
+packed_pipeline, which takes 53 to 100% of packed_product's time on an H200 (64 to 512 tokens), and the rest for
+packed_product.
 
 From more than FEW tokens on, products unpack the weight and leave the rest to cuBLAS. That writes and reads 4 bytes
 per value beside the codes, about 1.1 ns per 1,000 values on an H200, the time of some 380 tokens at 700 TFLOP/s: most
-of a product with 512 tokens, a tenth of one with 4,096. This kernel unpacks again for every 64 tokens, and its left
+of a product with 512 tokens, a tenth of one with 4,096. packed_product unpacks again for every 64 tokens, and its left
 operand comes from registers.
 
 T tokens, E experts, k experts per token.
@@ -19,8 +23,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from dovetail.core.formats import Format
-from dovetail.ops.capabilities import tries_unmeasured
-from dovetail.ops.kernels.gpu import packed_few, packed_pipeline, packed_product
+from dovetail.ops.kernels.gpu import packed_few, packed_fp8, packed_pipeline, packed_product
 from dovetail.ops.kernels.gpu.experts import CHUNK, Tiles, all_tokens, sorted_tokens
 from dovetail.ops.kernels.gpu.packed_product import MOST_TOKENS, plan, product, why_not_rows
 
@@ -112,10 +115,9 @@ def few_token_packed_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array
     """Return [T, D] as experts.few_token_experts does, with packed experts (ops.quant.weight.Quantized)."""
     products = [("gate", "up"), ("down",)]
     firsts = [(params[names[0]].format, params[names[0]].shape, len(names)) for names in products]
-    many, most_of = packed_product, most_tokens
-    if tries_unmeasured() and all(packed_pipeline.fits(*a) for a in firsts):
-        many, most_of = packed_pipeline, packed_pipeline.most_tokens
-    most = min(most_of(form) for form, *_ in firsts)
+    in_fp8 = all(packed_pipeline.fits(*a) for a in firsts)
+    many = packed_pipeline if in_fp8 else packed_product
+    most = packed_fp8.MOST_TOKENS if in_fp8 else min(most_tokens(form) for form, *_ in firsts)
     arrange = all_tokens if len(x) <= CHUNK else functools.partial(sorted_tokens, most=most, slack=SLACK)
     tiles = arrange(x, chosen, params["gate"].shape[0])
 

@@ -1,6 +1,6 @@
 """Rows of bf16 as two e4m3 numbers each, in one kernel for Hopper (Pallas, Mosaic GPU): a warpgroup per row.
 
-What the numbers are is in ops/kernels/gpu/packed_fp8.py. The kernel also gathers the rows of experts' tokens.
+What the numbers are is in ops/kernels/gpu/packed_halves.py. The kernel also gathers the rows of experts' tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOP = 7  # a row's greatest magnitude is in [2^7, 2^8)
 def split_rows(x: jax.Array, token: jax.Array, permutes: bool) -> tuple[jax.Array, jax.Array]:
     """Return rows x[token] [R, in] as e4m3 numbers [2, R, in], and their greatest magnitudes, f32 [R].
 
-    With `permutes`, rows are padded to a multiple of 128, and in the order of packed_fp8.in_order.
+    With `permutes`, rows are padded to a multiple of 128, and in the order of packed_halves.in_order.
     """
     R, (T, size) = len(token), x.shape
     width = pl.cdiv(size, STEP) * STEP if permutes else size
@@ -78,7 +78,7 @@ def _halves(on: Any, words: list, factor: Any) -> list:
 
 
 def _place(chunk: Any) -> Any:
-    """Return where packed_fp8.in_order has these 4 values: from [thread, product, half] to [product, half, thread]."""
+    """Return where packed_halves.in_order has 4 values: from [thread, product, half] to [product, half, thread]."""
     return (chunk >> 5) * 32 + (chunk & 7) * 4 + (chunk >> 3 & 3)
 
 
