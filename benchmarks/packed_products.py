@@ -1,15 +1,13 @@
 """Check and time products with packed weights on a Hopper GPU: matrices and experts, few tokens.
 
-    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--unmeasured] [--plans]
+    python benchmarks/packed_products.py [--check] [--time] [--only int4] [--tokens 1 8 64] [--plans]
 
 `--check` compares the kernel with unpack-then-multiply in f32, for every format and for shapes with odd numbers of
 tokens, tiles that end past the rows, and parts of the input. `--time` prints the microseconds of the kernels of a
 product, as a profile has them (without launches), and the share of the card's bandwidth at which the packed bytes alone
 are read, beside bf16: the matrices of Llama 8B, the experts of Qwen3-30B-A3B and GPT-OSS-20B. Several weights are used
 in turn, so that they come from memory and not from the L2 cache. A variant that fails is printed, and the others go on.
-`--unmeasured` adds lines of the kernels that DOVETAIL_UNMEASURED_KERNELS=1 chooses: products in integers
-(packed_integer.py), persistent programs (packed_turns.py), and packed_pipeline.py for experts of more than 8 tokens.
-`--plans` adds some with other plans of products in integers.
+`--plans` adds lines of other plans of products in integers (packed_integer.py), for one token.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import functools
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +28,7 @@ import numpy as np
 from dovetail.core.formats import Format
 from dovetail.ops import moe
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import packed_few, packed_integer
+from dovetail.ops.kernels.gpu import packed_few
 from dovetail.ops.kernels.gpu.experts import few_token_experts
 from dovetail.ops.kernels.gpu.packed_weights import few_token_packed_experts, packed_matmul
 from dovetail.ops.quant.pack import pack
@@ -41,17 +38,7 @@ BANDWIDTH = 4.17e12  # bytes per second that a copy reaches on an H200
 COPIED = 256 << 20  # bytes in bf16 of the weights that are used in turn; in 4 bits more than the L2 cache
 CALLS = 5
 PLANS = [  # of products in integers
-    dict(groups=groups, blocks=blocks, ahead=ahead)
-    for groups, blocks, ahead in (
-        (1, 1, 1),
-        (1, 1, 2),
-        (1, 1, 4),
-        (1, 2, 1),
-        (1, 2, 2),
-        (2, 1, 1),
-        (2, 1, 2),
-        (2, 1, 4),
-    )
+    dict(groups=groups, ahead=ahead) for groups in (1, 2) for ahead in (1, 2, 4)
 ]
 FORMATS = {
     "int8": Format("int8"),
@@ -72,7 +59,6 @@ EXPERTS = {
     "qwen3-30b-a3b": (2048, 768, 128, 8, Glu(), False, ("fp8", "fp8_block", "int4")),
     "gpt-oss-20b": (2880, 2880, 32, 4, Glu(limit=7.0), True, ("mxfp4",)),
 }
-UNMEASURED = "DOVETAIL_UNMEASURED_KERNELS"
 LIMIT = 8e-3  # of the greatest value: a result in bf16
 
 
@@ -88,47 +74,30 @@ def _made(form: Format | None, shape: tuple[int, ...], key: jax.Array) -> Any:
 
 
 @contextlib.contextmanager
-def planned(unmeasured: bool, integers: bool = True, in_turn: bool = True, **changes: int) -> Iterator[None]:
-    """Choose kernels that have been measured or not.
-
-    Args:
-        unmeasured: Whether those may be chosen that have not been.
-        integers: Whether among them are products in integers.
-        in_turn: Whether among them are persistent programs.
-        **changes: Of the plan of a product in integers.
-    """
-    before = os.environ.get(UNMEASURED), packed_few.plan, packed_integer.MOST_TOKENS, packed_few._in_turn
-    os.environ[UNMEASURED] = str(int(unmeasured))
-    packed_integer.MOST_TOKENS = before[2] if integers else {}
-    packed_few._in_turn = before[3] if in_turn else lambda *_: None
-    packed_few.plan = lambda *a, **b: p._replace(**changes) if (p := before[1](*a, **b)).in_integers else p
-    for product in (packed_matmul, few_token_packed_experts):
-        cast(Any, product).clear_cache()  # they are traced with the plan
+def planned(**changes: int) -> Iterator[None]:
+    """Change the plans of products in integers."""
+    before = packed_few.plan
+    packed_few.plan = lambda *a, **b: p._replace(**changes) if (p := before(*a, **b)).in_integers else p
+    _forget()
     try:
         yield
     finally:
-        packed_few.plan, packed_integer.MOST_TOKENS, packed_few._in_turn = before[1:]
-        os.environ.pop(UNMEASURED) if before[0] is None else os.environ.update({UNMEASURED: before[0]})
+        packed_few.plan = before
+        _forget()
 
 
-def variants(is_asked: bool, form: Format | None = None, tokens: int = 0, plans: bool = False) -> Iterator[str]:
-    """Choose the default kernels, and those that have not been measured if asked; yield a note for each."""
-    with planned(False):
-        yield ""
-    name = form.name if form else ""
-    in_integers = tokens <= packed_integer.MOST_TOKENS.get(name, 0)
-    if is_asked and in_integers:
-        with planned(True):
-            yield ", integers"
-    if is_asked:
-        with planned(True, integers=False):
-            yield ", persistent" if tokens <= packed_few.FEW else ", unmeasured"
-    if is_asked and tokens <= packed_few.FEW:
-        with planned(True, integers=False, in_turn=False):
-            yield ", simple, unmeasured"
+def _forget() -> None:
+    for product in (packed_matmul, few_token_packed_experts):
+        cast(Any, product).clear_cache()  # they are traced with the plan
+
+
+def variants(form: Format | None, tokens: int, plans: bool) -> Iterator[str]:
+    """Choose the default plan, and other ones of products in integers if asked; yield a note for each."""
+    yield ""
+    in_integers = form is not None and form.name in ("int4", "mxfp4") and tokens == 1
     for plan in PLANS if plans and in_integers else ():
-        with planned(True, **plan):
-            yield f", integers, {4 * plan['groups']} warps, {plan['blocks']} blocks, {plan['ahead']} ahead"
+        with planned(**plan):
+            yield f", {4 * plan['groups']} warps, {plan['ahead']} ahead"
 
 
 def error(got: jax.Array, expected: jax.Array) -> float:
@@ -147,7 +116,7 @@ def reported(label: str, run: Callable[[], str]) -> None:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check(only: str, unmeasured: bool, tokens: list[int] | None) -> None:
+def check(only: str, tokens: list[int] | None) -> None:
     """Compare matrices in all formats and experts in some with unpack-then-multiply."""
     for name, form in CHECKED.items():
         # few tokens; tokens of several tiles; rows that end in the midst of a step, in f32
@@ -156,18 +125,13 @@ def check(only: str, unmeasured: bool, tokens: list[int] | None) -> None:
             (5, 28672, 4096, None), (8, 4096, 4096, None), (100, 8192, 1024, None),
             (1, 128, 2944, jnp.float32), (5, 128, 2880, jnp.float32), (24, 128, 2880, jnp.float32),
         ):  # fmt: skip
-            for note in (
-                variants(unmeasured and T <= packed_few.FEW, form, T)
-                if name.startswith(only) and size % (form.group or 64) == 0 and T in (tokens or [T])
-                else ()
-            ):
-                what = f"{name}, {T} x {out} x {size}{note}"
-                reported(what, lambda a=(form, T, out, size, dtype): _check_matrix(*a))
+            if name.startswith(only) and size % (form.group or 64) == 0 and T in (tokens or [T]):
+                reported(f"{name}, {T} x {out} x {size}", lambda a=(form, T, out, size, dtype): _check_matrix(*a))
     for name, form in FORMATS.items():
         # more than 8: tiles of 16 to 128 tokens, and two of an expert
         for T in (1, 3, 5, 8, 40, 100, 300, 700) if name.startswith(only) and name in CHECKED_EXPERTS else ():
-            for note in variants(unmeasured, form, T) if T in (tokens or [T]) else ():
-                reported(f"{name}, experts, {T} tokens{note}", lambda form=form, T=T: _check_experts(form, T))
+            if T in (tokens or [T]):
+                reported(f"{name}, experts, {T} tokens", lambda form=form, T=T: _check_experts(form, T))
 
 
 def _check_matrix(form: Format, T: int, out: int, size: int, dtype: Any) -> str:
@@ -223,7 +187,7 @@ def kernels(run: Callable, *args: Any) -> dict[str, float]:
             jax.block_until_ready([run(*args) for _ in range(CALLS)])
         (path,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-    found: collections.Counter = collections.Counter()
+    found: dict[str, float] = collections.defaultdict(float)
     lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines]
     for event in (event for line in lines if line.name.startswith("Stream") for event in line.events):
         found[event.name] += event.duration_ns / 1e9 / CALLS
@@ -246,7 +210,7 @@ def in_turn(product: Callable, x: jax.Array, items: list) -> tuple[list[float], 
     return [took / len(items) for took in own], sum(found.values()) / len(items)
 
 
-def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: bool) -> None:
+def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], plans: bool) -> None:
     out, size = MATRICES[what]
     copies = max(4, COPIED // (out * size * 2))
     items = [a_weight(form, out, size, seed=i) for i in range(copies)]
@@ -255,11 +219,11 @@ def time_matrix(what: str, name: str, form: Format | None, tokens: list[int], un
     for T in tokens:
         x = jnp.ones((T, size), jnp.bfloat16)
         run = lambda x=x: _share(in_turn(product, x, items), floor)  # noqa: E731
-        for note in variants(unmeasured and form is not None and T <= packed_few.FEW, form, T, plans):
+        for note in variants(form, T, plans):
             reported(f"{what}, {name}, {T}{note}", run)
 
 
-def time_experts(what: str, name: str, form: Format | None, tokens: list[int], unmeasured: bool, plans: bool) -> None:
+def time_experts(what: str, name: str, form: Format | None, tokens: list[int], plans: bool) -> None:
     D, F, E, k, glu, biases, _ = EXPERTS[what]
     layers = [some_experts(form, D, F, E, biases, seed=i) for i in range(2)]
     bytes_of = sum(layers[0][n].nbytes for n in ("gate", "up", "down")) / E
@@ -271,7 +235,7 @@ def time_experts(what: str, name: str, form: Format | None, tokens: list[int], u
         x = jax.random.normal(jax.random.key(T), (T, D), jnp.bfloat16)
         product = lambda x, item: run(x, *item, glu)  # noqa: E731
         floor = used * bytes_of / BANDWIDTH
-        for note in variants(unmeasured and form is not None, form, T, plans):
+        for note in variants(form, T, plans):
             label = f"{what}, {name}, {T}{note}"
             reported(label, lambda p=product, x=x, i=items, f=floor: _share(in_turn(p, x, i), f))
 
@@ -291,24 +255,23 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only", default="", help="formats whose name begins with this")
     parser.add_argument("--tokens", type=int, nargs="+", help="1, 8, 64 and 256 to time, and those of all checks")
-    parser.add_argument("--unmeasured", action="store_true", help="also kernels that are not the default yet")
     parser.add_argument("--plans", action="store_true", help="also other plans of products in integers")
     parser.add_argument("--shapes", default="", help="matrices and experts whose name contains this")
     asked = parser.parse_args()
     print(jax.devices(), jax.__version__)
     if asked.check:
-        check(asked.only, asked.unmeasured, asked.tokens)
+        check(asked.only, asked.tokens)
     if not asked.time:
         return
     formats = {"bf16": None} | {name: form for name, form in FORMATS.items() if name.startswith(asked.only)}
     tokens = asked.tokens or [1, 8, 64, 256]
     for what in (what for what in MATRICES if asked.shapes in what):
         for name, form in formats.items():
-            time_matrix(what, name, form, tokens, asked.unmeasured, asked.plans)
+            time_matrix(what, name, form, tokens, asked.plans)
     for what, (*_, known) in EXPERTS.items():
         for name, form in formats.items():
             if asked.shapes in what and (name == "bf16" or name in known):
-                time_experts(what, name, form, tokens, asked.unmeasured, asked.plans)
+                time_experts(what, name, form, tokens, asked.plans)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.ops.kernels.gpu import (
-    packed_integer,
-    packed_persistent,
-    packed_shared,
-    packed_turns,
-    packed_warp,
-    warp_ops,
-)
+from dovetail.ops.kernels.gpu import packed_integer, packed_warp, warp_ops
 from dovetail.ops.kernels.gpu.packed_few import FEW
 
 bf16 = jnp.bfloat16
@@ -164,33 +157,6 @@ def _load_words(pointer, count, _cache=""):
     return [words[place // 4 + i] for i in range(count)]
 
 
-class Copies:
-    """Copy to shared memory when a thread waits for it, as late as it may happen."""
-
-    def __init__(self):
-        self.groups, self.open = [], []
-
-    def copy_later(self, ref, place, first, pointer, begin, count, when=None):
-        data, source = pointer
-        when = np.broadcast_to(True if when is None else when, np.shape(place))
-        source, place = (np.broadcast_to(x, when.shape)[when] for x in (source + begin, place + first))
-        assert not np.any(source % count) and not np.any(place % count), "copies are aligned"
-        assert np.all(source + count <= data.nbytes), "copies are inside of the array"
-        assert np.all(place + count <= ref.nbytes), "copies are inside of shared memory"
-        self.open.append((ref, place, data.reshape(-1).view(np.uint8), source, count))
-
-    def commit(self):
-        self.groups.append(self.open)
-        self.open = []
-
-    def wait_for_copies(self, left):
-        count = max(0, len(self.groups) - left)
-        done, self.groups = self.groups[:count], self.groups[count:]
-        for ref, place, data, source, count in (copy for group in done for copy in group):
-            for i in range(count):
-                ref.view(np.uint8)[place + i] = data[source + i]
-
-
 def _load_shared(ref, place, first, count):
     assert not np.any((place + first) % (4 * count)), "loads are aligned"
     return [ref[(place + first) // 4 + i] for i in range(count)]
@@ -199,15 +165,6 @@ def _load_shared(ref, place, first, count):
 def _store_shared(ref, place, words):
     for i, word in enumerate(words):
         ref[place // 4 + i] = word
-
-
-def _element(array, place):
-    return array.reshape(-1).view(array.dtype)[place // array.itemsize]
-
-
-def _ballot(condition):
-    bits = np.asarray(condition).reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
-    return np.repeat(bits.sum(axis=1).astype(np.int64), 32)
 
 
 class Warps(packed_warp.Warp):
@@ -229,18 +186,9 @@ class IntegerWarps(packed_integer.IntegerWarp, Warps):
     scalar = Warps.scalar
 
 
-class PersistentWarps(packed_persistent.PersistentWarp):
-    """Run a persistent program's warps."""
-
-    def steps(self, one, totals):
-        for step in range(self.p.steps):
-            totals = one(step, totals)
-        return totals
-
-
 def _stand_ins(p) -> dict:
     """Return what computes instead of the operations of the kernel, by name."""
-    kinds, copies = types.SimpleNamespace(get=lambda *_: None), Copies()
+    kinds = types.SimpleNamespace(get=lambda *_: None)
 
     def store(value, ref, place):
         ref[tuple(place)] = value
@@ -260,14 +208,7 @@ def _stand_ins(p) -> dict:
         "unknown": np.uint32, "least": np.minimum,
         "multiply_add_bytes": _multiply_add_bytes, "store_shared_word": lambda r, at, x: _store_shared(r, at, [x]),
         "shuffled": lambda x, distance: np.broadcast_to(x, 32 * p.warps)[np.arange(32 * p.warps) ^ distance],
-        # of persistent programs
-        "copy_later": copies.copy_later, "commit": copies.commit, "wait_for_copies": copies.wait_for_copies,
-        "load_shared": _load_shared, "store_shared": _store_shared, "bytes_of": lambda ref: ref.itemsize,
-        "load_shared_number": lambda ref, place, first, like: _element(ref.view(like.dtype), place + first),
-        "load_now": lambda pointer, first, _count: _element(pointer[0], pointer[1] + first),
-        "number": lambda word, _ref: word, "ballot": _ballot,
-        "count_ones": lambda x: np.bitwise_count(x).astype(np.int64),
-        "repeat": lambda count, run: [run(i) for i in range(int(count))],
+        "load_shared": _load_shared, "store_shared": _store_shared,
     }  # fmt: skip
 
 
@@ -276,7 +217,7 @@ def on_numpy(monkeypatch, p):
     """Let the operations of a program of plan `p` compute."""
     stand_ins = _stand_ins(p)
     with monkeypatch.context() as patch:
-        for module in (packed_warp, packed_integer, packed_persistent, packed_shared, warp_ops):
+        for module in (packed_warp, packed_integer, warp_ops):
             for name in set(stand_ins) & set(vars(module)):
                 patch.setattr(module, name, stand_ins[name])
         yield
@@ -292,28 +233,3 @@ def sums(monkeypatch, p, x, inputs, expert: int, row: int, source: int, count: i
     with on_numpy(monkeypatch, p):
         kind(p, partial, *memory, np.asarray(x), inputs, expert, row, source, count).run()
     return partial.sum(axis=0)
-
-
-def sums_in_turn(monkeypatch, p, x, inputs, expert: int, rows: list[int], source: int, count: int) -> np.ndarray:
-    """Return the sums [block, weight, token, row] of a persistent program that computes the blocks at these rows."""
-    rng = np.random.default_rng(0)  # what was in shared memory before
-    words = [rng.integers(0, 1 << 32, n, np.uint32) for n in packed_turns.sizes(p)[:-1]]
-    partial = np.full((2, p.warps, p.names, FEW, p.rows), np.nan, np.float32)
-    found = []
-    with on_numpy(monkeypatch, p):
-        tokens, ring, scales = words
-        memory = packed_persistent.FewMemory(tokens, ring, scales, partial)
-        warp = PersistentWarps(p, memory, np.asarray(x), inputs, expert, source, count)
-        warp.begin(rows[0])
-        for turn, row in enumerate(rows):
-            is_last = turn + 1 == len(rows)
-            warp.block(row, rows[-1] + p.rows if is_last else rows[turn + 1], not is_last, turn)
-            found.append(partial[turn % 2].sum(axis=0))
-    return np.stack(found)
-
-
-def shares(monkeypatch, p, table: np.ndarray, programs: int) -> list[tuple[int, ...]]:
-    """Return the tile of each program, which of its programs this is, and how many it has."""
-    with on_numpy(monkeypatch, p):
-        found = [packed_shared.share(table, table.shape[1], programs, i) for i in range(programs)]
-    return [tuple(int(np.ravel(x)[0]) for x in each) for each in found]

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from warps import shares, sums, sums_in_turn
+from warps import sums
 
 from dovetail.core.formats import Format
 from dovetail.ops.glu import Glu
-from dovetail.ops.kernels.gpu import packed_few, packed_integer, packed_shared, packed_turns, packed_weights
+from dovetail.ops.kernels.gpu import packed_few, packed_integer, packed_weights
 from dovetail.ops.kernels.gpu.packed_warp import QUAD, FewPlan
 from dovetail.ops.quant.pack import pack
 from dovetail.ops.quant.weight import Quantized
@@ -68,39 +68,38 @@ def test_warps_multiply_as_the_unpacked_experts(monkeypatch, name):
         np.testing.assert_allclose(got[i, :5], expected[:, p.rows : 2 * p.rows], atol=1e-4)
 
 
-# (format, tokens, values of a row, changes of the plan)
+# (format, values of a row, changes of the plan)
 IN_INTEGERS = {
-    "int4": ("int4", 1, 4096, dict(groups=2)),
-    "int4, two blocks": ("int4", 4, 2944, dict(blocks=2, ahead=2)),
-    "int4, a loop": ("int4", 2, 8192, dict(ahead=2)),
-    "int4 in groups of 64": ("int4 in groups of 64", 2, 640, dict()),
-    "mxfp4": ("mxfp4", 1, 2880, dict()),
-    "mxfp4, a loop": ("mxfp4", 1, 8192, dict(groups=2, ahead=2)),
+    "int4": ("int4", 4096, dict(groups=2)),
+    "int4, a loop": ("int4", 8192, dict(ahead=2)),
+    "int4 in groups of 64": ("int4 in groups of 64", 640, dict()),
+    "mxfp4": ("mxfp4", 2880, dict()),
+    "mxfp4, a loop": ("mxfp4", 8192, dict(groups=2, ahead=2)),
 }
 
 
 @pytest.mark.parametrize("case", IN_INTEGERS)
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_warps_multiply_in_integers(monkeypatch, case, scale):
-    name, count, size, changes = IN_INTEGERS[case]
+    name, size, changes = IN_INTEGERS[case]
     form, rng = (FORMATS | {"int4 in groups of 64": Format("int4", 64, "float16")})[name], np.random.default_rng(1)
     gate, up = (weight(form, 3, 64, size, seed=at) for at in range(2))
     x = jnp.asarray(scale * rng.normal(size=(9, size)) * 2.0 ** rng.integers(-3, 3, size), jnp.bfloat16)
     biases = [jnp.asarray(scale * rng.normal(size=(3, 64)), jnp.bfloat16) for _ in range(2)]
-    p = FewPlan(form, size, 64, 2, 1, 4, ahead_x=1, in_integers=True, tokens=count)._replace(**changes)
-    assert packed_integer.suits(p, count)
-    got = sums(monkeypatch, p, x, arrays_of([gate, up]) | {"bias": list(map(np.asarray, biases))}, 2, p.rows, 3, count)
+    p = FewPlan(form, size, 64, 2, 1, 4, ahead_x=1, in_integers=True)._replace(**changes)
+    assert packed_integer.suits(p)
+    got = sums(monkeypatch, p, x, arrays_of([gate, up]) | {"bias": list(map(np.asarray, biases))}, 2, p.rows, 3, 1)
     for i, w in enumerate((gate, up)):
-        expected = product(w, 2, x[3 : 3 + count]) + np.asarray(biases[i][2], np.float32)
+        expected = product(w, 2, x[3:4]) + np.asarray(biases[i][2], np.float32)
         expected = expected[:, p.rows : 2 * p.rows]
-        np.testing.assert_allclose(got[i, :count], expected, atol=3e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(got[i, :1], expected, atol=3e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", ["int4", "mxfp4"])
 def test_tokens_that_are_not_finite_give_nan_in_integers(monkeypatch, name):
     w, x = weight(FORMATS[name], 1, 16, 256), np.zeros((1, 256), np.float32)
     x[0, 100] = np.inf
-    p = FewPlan(w.format, 256, 16, 1, 1, 4, ahead_x=1, in_integers=True, tokens=1)
+    p = FewPlan(w.format, 256, 16, 1, 1, 4, ahead_x=1, in_integers=True)
     got = sums(monkeypatch, p, jnp.asarray(x, jnp.bfloat16), arrays_of([w]), 0, 0, 0, 1)
     assert np.isnan(got[0, 0]).all()
 
@@ -116,94 +115,6 @@ def test_gate_and_up_are_halves_of_a_matrix(monkeypatch):
     np.testing.assert_allclose(got, [gate[:, 16:32], up[:, 16:32]], atol=1e-4)
 
 
-@pytest.fixture
-def choose(monkeypatch):
-    """Choose persistent programs or not; products are traced with them."""
-    yield lambda persistent: (monkeypatch.setenv("DOVETAIL_UNMEASURED_KERNELS", str(int(persistent))), _forget())
-    _forget()
-
-
-def _forget():
-    for product in (packed_weights.packed_matmul, packed_weights.packed_gated, packed_weights.few_token_packed_experts):
-        product.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-# (values of a row, changes of the plan): rows that end in the midst of a step, odd steps, two warpgroups
-IN_TURN = {
-    "int8": (2880, dict(groups=2, ahead=4)),
-    "fp8": (1024, dict(ahead=3, tokens=5)),
-    "fp8 in groups": (1024, dict(ahead=4)),
-    "int4": (4096, dict(ahead=8)),
-    "int4 in groups of 32": (640, dict(ahead=4)),
-    "uint4": (1280, dict(ahead=3, groups=2)),
-    "mxfp4": (2880, dict(ahead=6)),
-}
-
-
-@pytest.mark.parametrize("name", IN_TURN)
-@pytest.mark.parametrize("count", [1, 5])
-def test_persistent_warps_multiply_blocks_in_turn(monkeypatch, name, count):
-    size, changes = IN_TURN[name]
-    form, rng, rows = FORMATS[name], np.random.default_rng(1), [16, 48, 96]
-    gate, up = (weight(form, 3, 112, size, seed=at) for at in range(2))
-    x = jnp.asarray(rng.normal(size=(9, size)), jnp.bfloat16)
-    biases = [jnp.asarray(rng.normal(size=(3, 112)), jnp.bfloat16) for _ in range(2)]
-    p = FewPlan(form, size, 112, 2, 1, 4, programs=1)._replace(**changes)
-    assert packed_shared.suits(p) and p.ahead <= p.steps
-    inputs = arrays_of([gate, up]) | {"bias": list(map(np.asarray, biases))}
-    got = sums_in_turn(monkeypatch, p, x, inputs, 2, rows, 3, count)
-    for i, w in enumerate((gate, up)):
-        expected = product(w, 2, x[3 : 3 + count]) + np.asarray(biases[i][2], np.float32)
-        for turn, row in enumerate(rows):
-            np.testing.assert_allclose(got[turn, i, :count], expected[:, row : row + 16], atol=1e-4)
-
-
-def test_persistent_warps_multiply_halves_of_a_matrix(monkeypatch):
-    w = weight(FORMATS["int4"], 1, 128, 1024)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 1024)), jnp.bfloat16)
-    p = FewPlan(w.format, 1024, 64, 2, 1, 2, is_joined=True)
-    got = sums_in_turn(monkeypatch, p, x, arrays_of([w]), 0, [16, 32], 0, 8)
-    gate, up = np.split(product(w, 0, x), 2, axis=1)
-    for turn, row in enumerate((16, 32)):
-        np.testing.assert_allclose(got[turn], [gate[:, row : row + 16], up[:, row : row + 16]], atol=1e-4)
-
-
-@pytest.mark.parametrize("tokens", [[2, 0, 0, 1, 8, 0], [0] * 40 + [3] + [0] * 30 + [1, 1], [1], [0, 0]])
-def test_persistent_programs_are_shared_among_the_tiles_in_use(monkeypatch, tokens):
-    table = np.zeros((4, len(tokens)), np.int32)
-    table[3] = tokens
-    p, programs = FewPlan(FORMATS["mxfp4"], 2880, 64, 1, 1, 4), 17
-    used = np.flatnonzero(tokens)
-    each = programs // max(1, len(used))
-    expected = [(tile, part, each) for tile in used for part in range(each)]
-    got = shares(monkeypatch, p, table, programs)
-    assert got[: len(expected)] == expected
-    assert all(part >= n for _, part, n in got[len(expected) :])  # without a tile
-
-
-@pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (6144, 4096), (2880, 2880)])
-def test_persistent_programs_fit_a_multiprocessor(choose, tokens, shape):
-    choose(True)
-    form, x = FORMATS["fp8 in groups"], jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
-    p = packed_few.plan(form, packed_weights.tiles_of(x, form), shape)  # pyright: ignore[reportArgumentType]
-    if shape == (4096, 14336) and tokens == 8:  # more bytes than shared memory has
-        assert p.programs == 0
-        return
-    at_once = -(-p.programs // packed_turns.SMS)
-    assert at_once * packed_turns.memory(p) <= packed_turns.SHARED
-    assert 0 < p.programs <= shape[0] // p.rows and at_once * p.warps <= packed_turns.WARPS
-
-
-@pytest.mark.parametrize("count", [8, 1000])
-def test_each_tile_has_persistent_programs(choose, count):
-    choose(True)
-    shape = jax.ShapeDtypeStruct((4, count), jnp.int32)
-    tiles = packed_few.Tiles(shape, shape, np.zeros((4, 2)), 8, 8)  # pyright: ignore[reportArgumentType]
-    p = packed_few.plan(FORMATS["mxfp4"], tiles, (32, 2880, 2880), 2)
-    assert p.programs == 0 if count == 1000 else p.programs >= count
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [256, 2944, 4096])
 def test_every_byte_of_a_row_is_multiplied(name, size):
@@ -215,19 +126,26 @@ def test_every_byte_of_a_row_is_multiplied(name, size):
         assert form.group // p.per_byte % (QUAD * p.loaded) == 0
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_token_of_4_bits_is_multiplied_in_integers(name, tokens):
+    form, x = FORMATS[name], jnp.zeros((tokens, 1280), jnp.bfloat16)
+    p = packed_few.plan(form, packed_weights.tiles_of(x, form), (64, x.shape[1]))
+    assert p.in_integers == (tokens == 1 and name in ("int4", "mxfp4"))
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n != "int4" else n for n in CASES])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_kernel_lowers_for_a_gpu(choose, name, persistent):
-    choose(persistent)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_kernel_lowers_for_a_gpu(name, tokens):
     form, size = FORMATS[name], CASES[name][0]
-    w, x = abstract(form, 128, size), jax.ShapeDtypeStruct((3, size), jnp.bfloat16)
+    w, x = abstract(form, 128, size), jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16)
     for traced in (packed_weights.packed_matmul.trace(x, w), packed_weights.packed_gated.trace(x, w, Glu())):
         assert "packed_few" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_persistent_experts_lower_for_a_gpu(choose):
-    choose(True)
-    form, (D, F, E, T, k) = FORMATS["mxfp4"], (2880, 1024, 8, 3, 2)
+@pytest.mark.parametrize("T", [1, 3])
+def test_experts_lower_for_a_gpu(T):
+    form, (D, F, E, k) = FORMATS["mxfp4"], (2880, 1024, 8, 2)
     shapes = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
     params: dict = {name: abstract(form, *shape) for name, shape in shapes.items()}
     params |= {f"{n}_bias": jax.ShapeDtypeStruct(shape[:2], jnp.bfloat16) for n, shape in shapes.items()}

@@ -23,10 +23,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf
 
 from dovetail.core.formats import Format
-from dovetail.ops.capabilities import tries_unmeasured
-from dovetail.ops.kernels.gpu import packed_integer, packed_turns
+from dovetail.ops.kernels.gpu import packed_integer
 from dovetail.ops.kernels.gpu.experts import Tiles, tile_number
-from dovetail.ops.kernels.gpu.packed_turns import tile_of
 from dovetail.ops.kernels.gpu.packed_warp import BLOCK, FewPlan, Warp
 from dovetail.ops.kernels.gpu.warp_ops import address, c, thread, times, wide
 
@@ -42,33 +40,21 @@ def plan(form: Format, tiles: Tiles, shape: tuple[int, ...], names: int = 1, is_
     out, size = shape[-2] // (names if is_joined else 1), shape[-1]
     programs = tiles.table.shape[1] * out // BLOCK
     p = FewPlan(form, size, out, names, 1, max(1, AHEAD // names), is_joined=is_joined)
-    if tries_unmeasured() and (found := _in_integers(p, programs, tiles)):
-        return found
-    if names > 1 and tiles.table.shape[1] > 1 and tries_unmeasured():
-        p = p._replace(tiles_first=True)  # those without tokens lie among others, and all tiles read the same tokens
+    if len(tiles.row) == 1 and packed_integer.suits(p):
+        return _in_integers(p, programs)
     if p.per_byte == 1:
-        p = p._replace(groups=2, ahead=2) if programs < MANY else p
-        # without a loop: registers for 3 programs instead of 2
-        return p._replace(ahead=4) if tries_unmeasured() and p.groups == 2 and p.steps <= 8 else p
+        return p._replace(groups=2, ahead=2) if programs < MANY else p
     # programs share what they read of the tokens, which are many bytes beside 4 bits
     shares = names == 1 and programs >= 2 * MANY and len(tiles.row) > FEW // 2 and out % (2 * BLOCK) == 0
     return p._replace(blocks=2) if shares else p
 
 
-def _in_turn(p: FewPlan, tiles: Tiles) -> FewPlan | None:
-    """Return the plan of persistent programs; without groups, others are as fast."""
-    return packed_turns.plan(p, tiles) if p.form.group else None
-
-
-def _in_integers(p: FewPlan, programs: int, tiles: Tiles) -> FewPlan | None:
-    """Return the plan of a product in integers, if it suits the format and the tokens."""
-    tokens, groups = len(tiles.row), 2 if programs <= FEW_PROGRAMS and p.names == 1 else 1
-    p = p._replace(in_integers=True, ahead_x=1, tokens=tokens, groups=groups)
+def _in_integers(p: FewPlan, programs: int) -> FewPlan:
+    """Return the plan of a product in integers."""
+    groups = 2 if programs <= FEW_PROGRAMS and p.names == 1 else 1
+    p = p._replace(in_integers=True, ahead_x=1, groups=groups)
     # registers for 4 programs of four warps, or 2 of eight: a loop of 4 steps needs more than all of 8 at once
-    p = p._replace(ahead=1 if p.names > 1 else 4 if p.steps * groups <= 8 else 2)
-    if tokens > 2 and p.names == 1 and programs >= 2 * MANY and p.out % (2 * BLOCK) == 0:
-        p = p._replace(blocks=2, ahead=1)  # each program rounds the tokens
-    return p if packed_integer.suits(p, tokens) else None
+    return p._replace(ahead=1 if p.names > 1 else 4 if p.steps * groups <= 8 else 2)
 
 
 def product(
@@ -100,18 +86,15 @@ def product(
 
     def entry(table_ref: Any, x_ref: Any, *refs: Any) -> None:
         inputs, out_ref = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
-        run = packed_turns.program if p.programs else _program
         finish = functools.partial(_finish, p, epilogue, out_ref)
-        run(p, None if is_matrix else reads, len(tiles.row), finish, table_ref, x_ref, inputs)
+        _program(p, None if is_matrix else reads, len(tiles.row), finish, table_ref, x_ref, inputs)
 
     is_matrix = tiles.table.shape[1] == len(weights[0]["codes"]) == 1  # with one tile, of all tokens
-    grid = {"tile": tiles.table.shape[1], "block": p.out // p.rows}
-    grid = {"program": p.programs} if p.programs else dict(reversed(grid.items())) if p.tiles_first else grid
     return plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((tiles.R, p.out), dtype or x.dtype),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid=(tiles.table.shape[1], p.out // p.rows),
+        grid_names=("tile", "block"),
         num_threads=p.groups,
         thread_name="group",
         kernel_name=f"packed_few_{p.form.name}{'_gated' if p.names > 1 else ''}",
@@ -123,7 +106,7 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
     """Compute some blocks of rows for one tile; if `reads` is None, one tile holds all T tokens."""
 
     def body(partial: Any, done: Any, *memory: Any) -> None:
-        expert, source, target, count = tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)
+        expert, source, target, count = _tile_of(table_ref, reads, T, lax.axis_index("tile") if reads else None)
         row = lax.axis_index("block") * p.rows
         _add_up(p, (partial, *memory), x_ref, inputs, expert, row, source, count)
         plgpu.commit_smem()
@@ -138,10 +121,17 @@ def _program(p: FewPlan, reads: int | None, T: int, finish: Callable, table_ref:
     if p.in_integers:
         memory += [plgpu.SMEM((n,), jnp.int32) for n in packed_integer.sizes(p)]
     run = functools.partial(pl.run_scoped, body, *memory, collective_axes="group")
-    if reads is None or (p.in_integers and T == 1):  # the experts of one token are distinct: all tiles are in use
+    if reads is None or p.in_integers:  # the experts of one token are distinct: all tiles are in use
         run()
     else:
         pl.when(tile_number(table_ref, 3, lax.axis_index("tile")) > 0)(run)
+
+
+def _tile_of(table_ref: Any, reads: int | None, T: int, tile: Any) -> tuple:
+    """Return a tile's expert, first row read, first row written, and tokens."""
+    if reads is None:  # known at trace time: the kernel need not load the table first
+        return tuple(jnp.int32(n) for n in (0, 0, 0, T))
+    return tuple(tile_number(table_ref, i, tile) for i in (0, reads, 2, 3))
 
 
 def _finish(p: FewPlan, epilogue: Callable, out_ref: Any, partial: Any, target: Any, row: Any, count: Any) -> None:
@@ -192,7 +182,7 @@ def _add_up(
     def run(_: Any, arrays: list, refs: list, *scalars: Any) -> None:
         each = len(refs) // len(kinds)
         found = {kind: refs[i * each :][:each] for i, kind in enumerate(kinds)}
-        kind = packed_integer.IntegerWarp if p.in_integers else Warp
+        kind: Any = packed_integer.IntegerWarp if p.in_integers else Warp
         kind(p, *arrays, found, *map(_as_i32, scalars)).run()
 
     run(*given, expert, row, source, count)

@@ -1,14 +1,14 @@
-"""Packed weights of 4 bits times up to 4 tokens in integers, on Hopper (ops/kernels/gpu/packed_few.py).
+"""Packed weights of 4 bits times one token in integers, on Hopper (ops/kernels/gpu/packed_few.py).
 
 Beside packed_warp: a word of codes becomes 8 bytes by 3 (int4) or 8 (mxfp4) operations instead of 14 or more, since
-int4 - 8 and 2 e2m1 are integers. A program first rounds the tokens to 15 bits, with a power of two for the values that
+int4 - 8 and 2 e2m1 are integers. A program first rounds the token to 15 bits, with a power of two for the values that
 a product (mma, 16 rows, 8 columns, 32 values) adds up: a group of int4, and 32 values of mxfp4. So numbers down to 2^-6
 of the greatest one stay as they are. They are split into two bytes, which are columns of their own: sums of a higher
 and a lower byte lie side by side in a thread, and are exact. A table gives bytes of mxfp4 without signs; codes below 0
 are zeros in one product and alone in another one, which is subtracted.
 
-The four threads that share a row have different groups of mxfp4, whose scales differ: there, a token has a pair of
-columns for each of the four, with zeros in the other ones' values. That is room for one token.
+The four threads that share a row have different groups of mxfp4, whose scales differ: there, the token has a pair of
+columns for each of the four, with zeros in the other ones' values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from dovetail.ops.kernels.gpu.warp_ops import (
     load_number,
     load_shared,
     load_words,
-    repeat,
     store_shared,
     store_shared_word,
     thread,
@@ -50,10 +49,9 @@ from dovetail.ops.kernels.gpu.warp_ops import (
     wide,
 )
 
-MOST_TOKENS = {"int4": 4, "mxfp4": 1}
-MOST_MEMORY = 96 * 1024  # bytes of a program's tokens
+MOST_MEMORY = 96 * 1024  # bytes of a program's token
 PIECE = 16  # values, of which a column has 16 bytes
-PARTS = 2  # bytes of a number: the columns of a token
+PARTS = 2  # bytes of a number: the columns of the token
 COUNT = 0x4B400000  # the bits of 1.5 * 2^23 in f32, whose lowest bits count ones
 GREATEST = 140  # exponents of bf16 plus that of the factor: numbers up to 16,320
 LEAST = 24  # exponent of the greatest value: below it numbers lose bits
@@ -61,17 +59,17 @@ ABOVE = {"int4": 4, "mxfp4": 1}  # exponent by which the integers of codes are t
 MAGNITUDES = 0x03020100, 0x0C080604  # 2 e2m1 without a sign, in bytes
 
 
-def suits(p: FewPlan, tokens: int) -> bool:
-    """Return whether a plan can multiply so many tokens in integers."""
+def suits(p: FewPlan) -> bool:
+    """Return whether a plan can multiply one token in integers."""
     name = p.form.name
-    if tokens > MOST_TOKENS.get(name, 0) or (name == "mxfp4" and p.form.group != 2 * p.loaded):
+    if name not in ABOVE or (name == "mxfp4" and p.form.group != 2 * p.loaded):
         return False
-    return p.loaded * p.per_byte % PIECE == 0 and 4 * sum(sizes(p._replace(tokens=tokens))) <= MOST_MEMORY
+    return p.loaded * p.per_byte % PIECE == 0 and 4 * sum(sizes(p)) <= MOST_MEMORY
 
 
 def sizes(p: FewPlan) -> tuple[int, int]:
-    """Return the words of 32 bits of the tokens and of their scales in shared memory."""
-    return (p.tokens * PARTS * column_bytes(p) + chunk_bytes(p)) // 4, p.tokens * units(p)
+    """Return the words of 32 bits of the token and of its scales in shared memory."""
+    return (PARTS * column_bytes(p) + chunk_bytes(p)) // 4, units(p)
 
 
 def units(p: FewPlan) -> int:
@@ -97,49 +95,43 @@ class IntegerWarp(Warp):
     def __init__(self, p: FewPlan, partial: Any, words: Any, scales: Any, x: Any, inputs: dict, *scalars: Any) -> None:
         super().__init__(p, partial, x, inputs, *scalars)
         self.words, self.unit_scales = words, scales
-        self.source, self.count = scalars[2:]
+        self.source = scalars[2]
         self.table, self.kept = [unknown(x) for x in MAGNITUDES], unknown(0xF0F0F0F0)
-        last = arith.subi(self.count, c(1))
         chunk, own = times(self.warp, chunk_bytes(p)), times(self.quad, PIECE)
         if p.form.name == "mxfp4":  # rows of the table of columns are lanes: those of other threads' groups read zeros
             is_own = arith.cmpi(arith.CmpIPredicate.eq, arith.divui(self.row, c(PARTS)), self.quad)
             column = times(arith.remui(self.row, c(PARTS)), column_bytes(p))
-            zeros = c(p.tokens * PARTS * column_bytes(p))
+            zeros = c(PARTS * column_bytes(p))
             self.place = arith.addi(arith.select(is_own, arith.addi(column, chunk), zeros), own)
             self.stride = arith.select(is_own, c(p.warps * chunk_bytes(p)), c(0))
             first = arith.addi(times(self.warp, QUAD), self.quad)
         else:
-            # lanes without a token share the last one
-            column = arith.minui(self.row, arith.addi(times(last, PARTS), c(PARTS - 1)))
+            column = arith.minui(self.row, c(PARTS - 1))  # other lanes share the last one
             self.place = arith.addi(arith.addi(times(column, column_bytes(p)), chunk), own)
             self.stride = c(p.warps * chunk_bytes(p))
-            first = arith.addi(times(arith.minui(self.quad, last), units(p)), times(self.warp, QUAD))
+            first = times(self.warp, QUAD)
         self.scale_place = times(first, 4)
 
-    # --- the tokens ---------------------------------------------------------------------------------------------------
+    # --- the token ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Round the tokens and store them in shared memory; begin to load the biases, which are needed last."""
+        """Round the token and store it in shared memory; begin to load the biases, which are needed last."""
         p = self.p
         self.biases = [super(IntegerWarp, self).end("bias", at) for at in range(len(self.rows))]
         if p.form.name == "mxfp4":
             place = times(arith.remui(thread(), c(chunk_bytes(p) // 16)), 16)
-            zeros = arith.addi(place, c(p.tokens * PARTS * column_bytes(p)))
+            zeros = arith.addi(place, c(PARTS * column_bytes(p)))
             store_shared(self.words, zeros, [c(0)] * 4)
-
-        def round_off(token: Any) -> None:
-            for number in range(pl.cdiv(units(p), p.threads)):
-                self.unit(token, number)
-
-        repeat(self.count, round_off)
+        for number in range(pl.cdiv(units(p), p.threads)):
+            self.unit(number)
         barrier(p.threads)
 
-    def unit(self, token: Any, number: int) -> None:
+    def unit(self, number: int) -> None:
         """Round and store the values of a load, as its thread: the threads of a row have neighbours."""
         p = self.p
         at = arith.addi(c(number * p.threads), thread())
         at = arith.remui(at, c(units(p))) if units(p) % p.threads else at
-        values = self.values(token, at)
+        values = self.values(at)
         most = functools.reduce(max_halves, [arith.andi(x, c(0x7FFF7FFF)) for x in values])
         most = arith.maxui(arith.andi(most, c(0xFFFF)), arith.shrui(most, c(16)))
         for distance in (1, 2) if p.form.name == "int4" else ():  # they share a group
@@ -149,20 +141,19 @@ class IntegerWarp(Warp):
         inverse = arith.subi(exponent, c(GREATEST - 127 + ABOVE[p.form.name]))
         is_number = arith.cmpi(arith.CmpIPredicate.slt, exponent, c(255))
         inverse = arith.select(is_number, arith.shli(inverse, c(23)), c(0x7FC00000))
-        store_shared_word(self.unit_scales, times(arith.addi(times(token, units(p)), at), 4), inverse)
+        store_shared_word(self.unit_scales, times(at, 4), inverse)
         place = arith.addi(times(arith.divui(at, c(QUAD)), chunk_bytes(p)), times(arith.remui(at, c(QUAD)), PIECE))
-        place = arith.addi(place, times(token, PARTS * column_bytes(p)))
         for i in range(0, len(values), PIECE // 2):
             halves = [self.bytes_of(values[j : j + 4], float_of(factor)) for j in (i, i + 4)]
             for part in range(PARTS):
                 to = arith.addi(place, c(part * column_bytes(p) + 2 * QUAD * i))
                 store_shared(self.words, to, [x for half in halves for x in half[part]])
 
-    def values(self, token: Any, at: Any) -> list:
-        """Load the values of a token that belong to a load of codes; behind the row's end there are zeros."""
+    def values(self, at: Any) -> list:
+        """Load the values of the token that belong to a load of codes; behind the row's end there are zeros."""
         p = self.p
         offset = times(at, p.loaded)
-        row, column = wide(arith.addi(self.source, token)), times(offset, 2 * p.per_byte)
+        row, column = wide(self.source), times(offset, 2 * p.per_byte)
         if p.width % p.step == 0:
             return load_words(byte_address(self.x, row, 2 * p.size, column), p.loaded * p.per_byte // 2)
         is_there = arith.cmpi(arith.CmpIPredicate.slt, offset, c(p.width))
@@ -185,7 +176,7 @@ class IntegerWarp(Warp):
         return [high, low]
 
     def tokens(self, step: Any, known: int | None = None) -> list:
-        """Load the bytes of the tokens for a step's codes, and their scale behind them."""
+        """Load the bytes of the token for a step's codes, and their scale behind them."""
         p = self.p
         place = arith.addi(self.place, arith.muli(step, self.stride))
         pieces = range(0, chunk_bytes(p), QUAD * PIECE)

@@ -55,10 +55,7 @@ class FewPlan(NamedTuple):
     ahead_x: int = 2  # steps whose tokens are: a divisor of `ahead`
     groups: int = 1  # of four warps
     is_joined: bool = False  # whether gate and up are rows of one weight, one after the other
-    programs: int = 0  # that compute several blocks in turn (packed_persistent); 0: one for each block
-    tokens: int = 8  # of a tile, at most
-    in_integers: bool = False  # packed_integer
-    tiles_first: bool = False  # whether programs beside each other have other tiles instead of other rows
+    in_integers: bool = False  # packed_integer, with one token
 
     @property
     def rows(self) -> int:
@@ -122,7 +119,6 @@ State = tuple[list, list[LoadedStep], list]  # the totals, and the steps and tok
 class Warp:
     """Write the operations of a warp."""
 
-    slot: tuple = ()  # the part of `partial` for the sums, if it has several
     sums = 4  # of a block by a thread: tokens 2q and 2q + 1 of row g, and of row g + 8
 
     def __init__(self, p: FewPlan, partial: Any, x: Any, inputs: dict[str, list], expert, row, source, count) -> None:
@@ -293,7 +289,7 @@ class Warp:
                 value = arith.addf(value, arith.select(is_first, biases[n // each], zero)) if biases else value
                 token = arith.addi(times(self.quad, each), c(n % each))
                 row = arith.addi(self.row, c(at % p.blocks * BLOCK + n // each * 8))
-                place = [*self.slot, self.warp, c(i), token, row]
+                place = [self.warp, c(i), token, row]
                 memref.store(value, self.partial, [arith.index_cast(index, at) for at in place])
 
     def whole(self, total: list) -> list:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, scf, vector
+from jax.extend.mlir.dialects import arith, vector
 
 from dovetail.ops.kernels.gpu.packed_codes import GREATEST_SCALE, scale_bits
 
@@ -81,23 +80,9 @@ def element_of(ref: Any) -> Any:
     return ir.MemRefType(ref.type).element_type
 
 
-def bytes_of(ref: Any) -> int:
-    """Return the bytes of an element."""
-    return element_of(ref).width // 8
-
-
 def moved(pointer: Any, count: Any) -> Any:
     """Return the address so many bytes later."""
     return utils.getelementptr(pointer, [count], ir.IntegerType.get_signless(8))
-
-
-def load_now(pointer: Any, first: int, count: int) -> Any:
-    """Return the 1, 2 or 4 bytes from `first` on in a word, loaded where this is written."""
-    from jaxlib.mlir.dialects import llvm
-
-    text = f"ld.global.{ {1: 'u8', 2: 'u16', 4: 'u32'}[count] } $0, [$1+{first}];"
-    given = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
-    return llvm.inline_asm(int32(), [given], text, "=r,l", has_side_effects=True)
 
 
 def load_number(ref: Any, row: Any, width: int, column: Any) -> Any:
@@ -130,13 +115,6 @@ def load_shared(ref: Any, place: Any, first: int, count: int) -> list:
     return [vector.extract(words, [], [i]) for i in range(count)]
 
 
-def load_shared_number(ref: Any, place: Any, first: int, like: Any) -> Any:
-    """Return an element of `like`'s type."""
-    from jaxlib.mlir.dialects import llvm
-
-    return llvm.load(element_of(like), moved(moved(utils.memref_ptr(ref), place), first))
-
-
 def store_shared(ref: Any, place: Any, words: list) -> None:
     """Store four words of 32 bits."""
     from jaxlib.mlir.dialects import llvm
@@ -152,63 +130,13 @@ def store_shared_word(ref: Any, place: Any, word: Any) -> None:
     llvm.store(word, moved(utils.memref_ptr(ref), place), alignment=4)
 
 
-def copy_later(ref: Any, place: Any, first: int, pointer: Any, begin: int, count: int, when: Any = None) -> None:
-    """Begin to copy 4, 8 or 16 bytes, from `begin` on, to shared memory; nothing if not `when`."""
-    from jaxlib.mlir.dialects import llvm
-
-    cache = "cg" if count == 16 else "ca"  # only 16 bytes can bypass the L1 cache
-    text = f"cp.async.{cache}.shared.global.L2::128B [$0+{first}], [$1+{begin}], {count};"
-    to = llvm.ptrtoint(int32(), moved(utils.memref_ptr(ref), place))
-    given, constraints = [to, llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)], "r,l"
-    if when is not None:
-        text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {text} }}"
-        given, constraints = [*given, arith.extui(int32(), when)], "r,l,r"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), given, text, f"{constraints},~{{memory}}", has_side_effects=True)
-
-
 def barrier(threads: int) -> None:
     """Wait for all threads of a program."""
+    from jaxlib.mlir.dialects import llvm
+
     number = 1 + threads // utils.WARPGROUP_SIZE  # Mosaic has those before: of the program and of each warpgroup
-    _do(f"bar.sync {number}, {threads};")
-
-
-def commit() -> None:
-    """Let the copies since the last commit be waited for together."""
-    _do("cp.async.commit_group;")
-
-
-def wait_for_copies(left: int) -> None:
-    """Wait until all but the `left` latest groups of a thread's copies are done."""
-    _do(f"cp.async.wait_group {left};")
-
-
-def _do(text: str) -> None:
-    from jaxlib.mlir.dialects import llvm
-
+    text = f"bar.sync {number}, {threads};"
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
-
-
-def repeat(count: Any, run: Callable[[Any], None]) -> None:
-    """Run `run` with the numbers below `count`, in a loop."""
-    loop = scf.ForOp(c(0), count, c(1), [])
-    with ir.InsertionPoint(loop.body):
-        run(loop.induction_variable)
-        scf.yield_([])
-
-
-def ballot(condition: Any) -> Any:
-    """Return a bit for each lane of the warp: whether its condition is true."""
-    from jaxlib.mlir.dialects import llvm
-
-    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
-    return llvm.inline_asm(int32(), [arith.extui(int32(), condition)], text, "=r,r", has_side_effects=True)
-
-
-def count_ones(word: Any) -> Any:
-    """Return how many bits are set."""
-    from jaxlib.mlir.dialects import math
-
-    return math.ctpop(word)
 
 
 def instruction(text: str, *given: Any) -> Any:
