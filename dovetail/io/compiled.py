@@ -16,7 +16,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,9 @@ def load_program(key: str, devices: list[Any]) -> Any | None:
 def _forget_unused(folder: Path) -> None:
     """Remove, once per process, programs of other versions of this package, which no key finds any more."""
     for path in folder.iterdir():
-        if time.time() - path.stat().st_mtime > UNUSED_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another thread has given its part its name
+            if time.time() - path.stat().st_mtime > UNUSED_S:
+                path.unlink()
 
 
 def _folder() -> Path | None:
