@@ -42,7 +42,7 @@ class RowThreads(Warps):
 
         return Number(math.log(x.value))
 
-    def words(self, ref: Any, row: Number, width: int, offset: Number, count: int) -> list[Number]:
+    def words(self, ref: Any, row: Number, width: int, offset: Number, count: int = 4) -> list[Number]:
         """Load `count` words as Warps.words does, but here: ptxas moves other loads behind a barrier, to their use."""
         from jaxlib.mlir.dialects import llvm
 
