@@ -14,7 +14,8 @@ THREADS, WARPS = 128, 4  # of a warpgroup
 # What a kernel computes for scalars too: the default in jax 0.10, and not in 0.12
 BY_LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _STORE: Any = getattr(plgpu, "store", None)  # jax 0.10 has none, and does not insist on whole transactions
-_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_TAKES_INDEX = _INDEX is not None and _INDEX.default is _INDEX.empty  # in jax 0.10; deprecated in 0.11, gone in 0.12
 
 
 def layout(columns: int) -> Any:
@@ -48,7 +49,6 @@ def load_raw(ref: Any, layout: Any, index: tuple = (), optimized: bool = False) 
     read: Any = plgpu.load
     if _TAKES_INDEX:
         return read(ref, index, layout=layout, optimized=optimized)
-    # jax 0.12 has no argument for the index
     return read(ref.at[index] if index else ref, layout=layout, optimized=optimized)
 
 
