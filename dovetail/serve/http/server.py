@@ -68,6 +68,7 @@ async def serve(
         try:
             server = Server(make_app(engine, tokenizer, config, processor), config)
             return_freed()  # of the tokenizer
+            sock.listen(ACCEPTED)  # before anybody reads that the server is ready
             on_ready(config, engine.info)
             log.info("ready at %s after %.1f s", url(config), time.monotonic() - start)
             await server.serve([sock])
