@@ -124,7 +124,7 @@ def abstract(given: tuple) -> tuple:
 
 
 def compiled(shape: Shape, ours: bool, given: tuple) -> Any:
-    """Return the program, or why there is none."""
+    """Return the compiled program, or the error's text."""
     try:
         return jax.jit(program(shape, ours)).lower(*given).compile()
     except Exception:

@@ -129,7 +129,7 @@ def why_not_mosaic(
     if not is_one_gpu(platform, placement) or not is_hopper():
         return "not one Hopper GPU"
     if tables is None or (has_triton() and q.shape[0] <= FEW_TOKENS * tables.shape[0]):
-        return "few new tokens per sequence"  # which Triton's kernel takes if `why_not_decode`
+        return "few new tokens per sequence"  # Triton's kernel is faster where decode.py cannot run
     from dovetail.ops.kernels.gpu.prompt import why_not_prompt
 
     return why_not_prompt(q, pages, block_mask)
@@ -252,10 +252,10 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
 def store_kernel(ctx: Paged, k: jax.Array, pages: jax.Array) -> Callable:
     """Return the function that writes a layer's new keys and values into its pages."""
     name = choose_paged(ctx.platform, k, k.shape[1], pages=pages)
-    if is_hopper() and is_one_gpu(ctx.platform, ctx.placement):
-        from dovetail.ops.kernels.gpu.mosaic.store_few import write_heads as kernel
-    elif name == "triton":
+    if name == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
+    elif is_hopper() and is_one_gpu(ctx.platform, ctx.placement):  # has not run on a card
+        from dovetail.ops.kernels.gpu.mosaic.store_few import write_heads as kernel
     elif name == "numba":
         from dovetail.ops.kernels.cpu.store import write_heads as kernel
     else:

@@ -118,9 +118,12 @@ def test_the_kernels_of_language_models_are_not_in_triton_on_hopper(monkeypatch)
         dispatch.norm_kernel(ctx, array(1, 4096)),
         dispatch.rotate_store_kernel(array(1, 32, 128), 8),
         dispatch.rotate_store_kernel(array(64, 26, 64), 8),
-        dispatch.store_kernel(ctx, array(4, 8, 128), array(32, 16, 16, 128)),
         dispatch.layer_norm_kernel(None, array(64, 1152)),
     ]
     assert all(".mosaic." in kernel.__module__ for kernel in kernels if kernel)
+    given = ctx, array(4, 8, 128), array(32, 16, 16, 128)
+    assert dispatch.store_kernel(*given).__module__.endswith("gpu.store"), "Mosaic's has not run on a card"
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    assert ".mosaic." in dispatch.store_kernel(*given).__module__
     stores = functools.partial(dispatch.rotates_and_stores, ctx, rope, 128, "head", False)
     assert stores() and not stores(jnp.float32)
